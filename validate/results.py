@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 __all__ = ["JSON", "Finding", "Severity", "StageResult", "Status", "status_of"]
 
-JSON: TypeAlias = "str | int | float | bool | None | Sequence[JSON] | Mapping[str, JSON]"
+JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 """Any value json.dumps writes; callers keep NaN and infinity out."""
 
 Severity: TypeAlias = Literal["error", "warning", "info"]

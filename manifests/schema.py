@@ -1,0 +1,138 @@
+"""The manifest, version 1: what a user declares, as frozen models that refuse every key they do not know.
+
+```
+Manifest
+|- source       which checkpoint, and how its producer stored it
+|- target       which numbers, in which layout, where, for which runtimes
+|- layers       first rule whose `match` fits the module decides what becomes of it
+|- activations  where the static activation scales come from
+|- kv_cache     the KV cache's format
+|- execute      how to run; decides nothing about the bytes
+|- validate     the gates of the sign-off (attribute `validation`: pydantic keeps the name `validate` for itself)
+`- publish      where the result goes
+```
+
+The sections are in `sections.py` (all are importable from here), the checks that take several of them in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import Field, Strict, model_validator
+from requant.manifests.checks import UNSCALED_FORMATS, disagreements
+from requant.manifests.sections import (
+    Activations,
+    Calibrate,
+    Device,
+    Execute,
+    FromCheckpoint,
+    KernelsGate,
+    LayerRule,
+    ModelGate,
+    NumericsGate,
+    Publish,
+    Runtime,
+    ScaleChoice,
+    Section,
+    ServingGate,
+    Source,
+    SourceLayout,
+    SpeedGate,
+    Target,
+    TargetFormat,
+    TargetLayout,
+    TensorFormat,
+    Text,
+    Validate,
+    fault,
+)
+
+__all__ = [
+    "Activations",
+    "Calibrate",
+    "Device",
+    "Execute",
+    "FromCheckpoint",
+    "KernelsGate",
+    "LayerRule",
+    "Manifest",
+    "ModelGate",
+    "NumericsGate",
+    "Publish",
+    "Runtime",
+    "ScaleChoice",
+    "ServingGate",
+    "Source",
+    "SourceLayout",
+    "SpeedGate",
+    "Target",
+    "TargetFormat",
+    "TargetLayout",
+    "TensorFormat",
+    "Validate",
+    "json_schema",
+]
+
+
+class Manifest(Section):
+    """A conversion: source, target, rules, gates."""
+
+    version: Literal[1] = Field(description="Version of the manifest format: 1.")
+    name: Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] = Field(
+        description="Name of the conversion in reports: letters, digits, '.', '_' and '-'."
+    )
+    include: tuple[Text, ...] = Field(
+        default=(),
+        description="Manifests merged first, in order, relative to this file, or names of built-in ones. "
+        "This file wins key by key; a list is replaced as a whole.",
+    )
+    source: Source = Field(description="Which checkpoint to read.")
+    target: Target = Field(description="What to make of it.")
+    layers: tuple[LayerRule, ...] = Field(
+        min_length=1, description="Rules in order; the first that matches a module decides. None may match nothing."
+    )
+    activations: Activations = Field(default=Activations(), description="Where static activation scales come from.")
+    kv_cache: Literal["fp8"] | None = Field(default=None, description="Format of the KV cache; null leaves it alone.")
+    execute: Execute = Field(default=Execute(), description="How to run; changes no byte of the output.")
+    validation: Validate = Field(default=Validate(), alias="validate", description="The gates of the sign-off.")
+    publish: Publish | None = Field(default=None, description="Where the result goes; null publishes nothing.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_input_scale(cls, data: object) -> object:
+        """A format without activation scales has input_scale null by default: the 1.0 is a default for NVFP4 only."""
+        if not isinstance(data, Mapping):
+            return data
+        given = cast("Mapping[str, object]", data)
+        target, activations = given.get("target"), given.get("activations", {})
+        kind = cast("Mapping[str, object]", target).get("format") if isinstance(target, Mapping) else None
+        kind = target.format if isinstance(target, Target) else kind
+        if kind not in UNSCALED_FORMATS or not isinstance(activations, Mapping) or "input_scale" in activations:
+            return given
+        return {**given, "activations": {**cast("Mapping[str, object]", activations), "input_scale": None}}
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        for path, what in disagreements(
+            source=self.source,
+            target=self.target,
+            layers=self.layers,
+            activations=self.activations,
+            execute=self.execute,
+            validation=self.validation,
+            publish=self.publish,
+        ):
+            raise fault(path, what)
+        return self
+
+
+def json_schema() -> dict[str, object]:
+    """The manifest as JSON Schema (draft 2020-12); `schema.json` beside this file holds it for editors."""
+    schema = Manifest.model_json_schema(by_alias=True, mode="validation")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "requant manifest, version 1",
+    }

@@ -4,7 +4,7 @@
     |- UsageError                exit  2  a flag or an argument
     |- ManifestError             exit  2  one or many faults in a manifest, each with its place
     |- SourceError               exit  3  the source checkpoint (or a finished output) is not what it should be
-    |- LockError                 exit  3  the source, the manifest or the tool changed between runs; another run holds the output
+    |- LockError                 exit  3  source, manifest or tool changed between runs, or another run holds the output
     |- IncompleteError           exit  4  the conversion stopped before its end and can be resumed
     |- NotSignedOffError         exit  5  converted and judged, and a required gate did not pass
     |- EnvironmentFault          exit  6  disk, memory, GPU, a missing extra
@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
 
 
 class RequantError(Exception):
-    """A fault that is the user's to mend. `message` says what, `where` names file and tensor, `hint` says what to do."""
+    """A fault that is the user's to mend: `message` says what, `where` names file and tensor, `hint` what to do."""
 
     exit_code: ExitCode = ExitCode.BUG
 
@@ -98,7 +98,7 @@ class NotSignedOffError(RequantError):
     exit_code = ExitCode.NOT_SIGNED_OFF
 
 
-class EnvironmentFault(RequantError):
+class EnvironmentFault(RequantError):  # noqa: N818  EnvironmentError is the builtin OSError
     """The machine lacks something: disk space, a GPU, a package."""
 
     exit_code = ExitCode.ENVIRONMENT

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, cast
 
-from pydantic import Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 from requant.manifests.checks import UNSCALED_FORMATS, disagreements
 from requant.manifests.sections import (
     Activations,
@@ -76,10 +76,19 @@ __all__ = [
 ]
 
 
+def _not_a_flag(value: object) -> object:
+    """`version: true` is no version, though True == 1."""
+    if isinstance(value, bool):
+        raise ValueError("Input should be 1")
+    return value
+
+
 class Manifest(Section):
     """A conversion: source, target, rules, gates."""
 
-    version: Literal[1] = Field(description="Version of the manifest format: 1.")
+    version: Annotated[Literal[1], BeforeValidator(_not_a_flag)] = Field(
+        description="Version of the manifest format: 1."
+    )
     name: Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] = Field(
         description="Name of the conversion in reports: letters, digits, '.', '_' and '-'."
     )

@@ -72,7 +72,7 @@ FLOAT32_MAX: Final = (2.0 - 2.0**-23) * 2.0**127
 
 
 def fault(at: str, what: str) -> PydanticCustomError:
-    """What a model found wrong with itself, to be raised: at which of its fields (dotted, may be empty), and a sentence."""
+    """What a model finds wrong with itself, to be raised: at which field (dotted; empty: the whole), and a sentence."""
     return PydanticCustomError("requant", "{what}", {"at": at, "what": what})
 
 
@@ -116,9 +116,7 @@ class Source(Section):
     """Which checkpoint to read. Exactly one of `repo` and `path`."""
 
     repo: RepoId | None = Field(default=None, description="Repository on the Hub, `owner/name`.")
-    path: Text | None = Field(
-        default=None, description="Folder on this machine; a relative one starts at the current folder."
-    )
+    path: Text | None = Field(default=None, description="Folder on this machine. Relative: to the current folder.")
     revision: Text = Field(
         default="main", description="Branch, tag or commit of `repo`; the lock records the commit it stood for."
     )
@@ -149,7 +147,7 @@ class Target(Section):
         description="Names, suffixes and metadata of the output. `modelopt-experts` splits gpt-oss's stacked experts.",
     )
     output: Text = Field(
-        description="Folder of the finished checkpoint; it must not exist yet. A relative one starts at the current folder."
+        description="Folder of the finished checkpoint; it must not exist yet. Relative: to the current folder."
     )
     shard_size: Size = Field(default=5 * 10**9, description="Upper bound of one output shard, such as 5GB or 512MiB.")
     runtimes: tuple[Runtime, ...] = Field(
@@ -181,8 +179,8 @@ class LayerRule(Section):
     )
     scale: ScaleChoice = Field(
         default="lossless",
-        description="How block scales are chosen. `lossless` moves an MXFP4 scale over exactly (the default for nvfp4); "
-        "`nearest` rounds as modelopt does (the default for mxfp4 and fp8); `four-over-six` and `mse` search for less error.",
+        description="How block scales are chosen. `lossless` moves an MXFP4 scale over exactly (default for nvfp4); "
+        "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error.",
     )
     optional: Flag = Field(
         default=False, description="Without it, a rule that matches no module of the checkpoint is an error."
@@ -231,7 +229,7 @@ class Activations(Section):
 
     input_scale: Scale | FromCheckpoint | None = Field(
         default=1.0,
-        description="Constant for every layer (1.0 is modelopt's data-free choice), or {from: FOLDER} to copy them from "
+        description="Constant for every layer (1.0 is modelopt's data-free choice), or {from: FOLDER} to copy from "
         "another NVFP4 checkpoint of the model. null where the format has none (nvfp4-w4a16, mxfp4, bf16).",
     )
     calibrate: Calibrate | None = Field(default=None, description="Measure the scales on a text instead.")
@@ -290,7 +288,7 @@ class NumericsGate(Gate):
 
     lossless: Literal["required", "report"] = Field(
         default="report",
-        description="`required`: one lossy block fails the gate. `report`: lossy blocks are counted and bounded by the rest.",
+        description="`required`: one lossy block fails the gate. `report`: they are counted, and bounded by the rest.",
     )
     max_lossy_tensors: Annotated[int, Strict(), Field(ge=0)] | None = Field(
         default=None, description="How many of the source's quantized tensors may hold a lossy block."
@@ -363,7 +361,7 @@ class SpeedGate(Gate):
 
 
 class ServingGate(Gate):
-    """A running server with an OpenAI-compatible interface, or one to launch. Exactly one of `endpoint` and `launch`."""
+    """A server with an OpenAI-compatible interface: one that runs (`endpoint`) or one to start (`launch`)."""
 
     endpoint: Annotated[str, Strict(), Field(pattern=r"^https?://[^\s]+$")] | None = Field(
         default=None, description="Address of a server that runs."

@@ -1,0 +1,64 @@
+# requant: `make demo` and `make test` need git, make and Python 3.11+; each makes .venv by itself.
+
+PYTHON   ?= python3
+VENV     ?= .venv
+DEMO_OUT ?= out/demo
+JOBS     ?= 2
+
+BIN       := $(VENV)/bin
+INSTALL   := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+DEMO_ENV  := $(VENV)/.stamp-demo
+DEV_ENV   := $(VENV)/.stamp-dev
+MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types pytest format build clean
+
+help:
+	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
+	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
+	@echo 'make lint | types | pytest | format | build | clean'
+	@echo 'PYTHON=$(PYTHON) VENV=$(VENV) DEMO_OUT=$(DEMO_OUT) JOBS=$(JOBS)'
+
+# The main job on real weights. The folder is made anew each time; the download is cached.
+demo: $(DEMO_ENV)
+	rm -rf $(DEMO_OUT)
+	$(BIN)/python -m requant.convert.smollm2 $(MODEL)
+	REQUANT_OUT=$(DEMO_OUT) $(BIN)/convert manifests/examples/smollm2-mxfp4.yaml
+	REQUANT_OUT=$(DEMO_OUT) $(BIN)/convert manifests/examples/smollm2-nvfp4.yaml
+
+# pytest comes last, so that its summary closes the output.
+test: lint types pytest
+
+lint: $(DEV_ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV_ENV)
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+pytest: $(DEV_ENV)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+format: $(DEV_ENV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(DEV_ENV)
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'requant needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO_ENV): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[demo]'
+	@touch $@
+
+$(DEV_ENV): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[dev]'
+	@touch $@

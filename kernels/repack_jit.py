@@ -84,17 +84,19 @@ def half_census(codes: U8, scales: U8, hist: I64) -> None:
     _half_census(codes, scales, hist.reshape(256, 32))
 
 
-def lossy_error(codes: U8, scales: U8, m: int, err: I64) -> None:
+def lossy_error(codes: U8, scales: U8, m: int, err: I64) -> int:
     """Add to err int64 [256], per E8M0 byte, the squared error that `repack_tile` with this m makes in lossy halves.
 
-    The unit for byte e is 2^(2(e - 128)): a code's value is an integer in units of half the source's block scale, and a
+    Returns how many of those halves keep a nonzero scale below 2^-6. The unit for byte e is 2^(2(e - 128)): a code's value is an integer in units of half the source's block scale, and a
     lossy block's new values are multiples of that unit too. ValueError where a half would need a scale over 2^8.
     """
     _check(codes, scales)
     if err.shape != (256,) or err.dtype != np.int64:
         raise ValueError(f"err is {err.dtype} {err.shape}: expected int64 (256,)")
-    if _lossy_error(codes, scales, m, err):
+    impossible, below = _lossy_error(codes, scales, m, err)
+    if impossible:
         raise ValueError(_TOO_SMALL.format(m=m))
+    return below
 
 
 def repack_tile(codes: U8, scales: U8, m: int, out_codes: U8, out_scales: U8, counts: I64) -> None:
@@ -214,8 +216,9 @@ def _half_census(codes: U8, scales: U8, hist: I64) -> None:
 
 
 @kernel("const u8[:,:]", "const u8[:,:]", "i64", "i64[:]", uses=(_set_of, _settle, _steps, _nearest, _fit))
-def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> int:
+def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> tuple[int, int]:
     impossible = 0
+    below = 0
     for n in range(scales.shape[0]):
         for b in range(scales.shape[1]):
             p = int(scales[n, b]) - E8M0_BIAS - m
@@ -227,10 +230,12 @@ def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> int:
                 if found > 1:
                     kind = _settle(p, found)[0]
                     if kind == _LOSSY:
-                        err[scales[n, b]] += _fit(codes, n, start, p)[1]
+                        byte, miss = _fit(codes, n, start, p)
+                        err[scales[n, b]] += miss
+                        below += byte < 8
                     elif kind == _IMPOSSIBLE:
                         impossible += 1
-    return impossible
+    return impossible, below
 
 
 @kernel(

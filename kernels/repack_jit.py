@@ -87,8 +87,9 @@ def half_census(codes: U8, scales: U8, hist: I64) -> None:
 def lossy_error(codes: U8, scales: U8, m: int, err: I64) -> int:
     """Add to err int64 [256], per E8M0 byte, the squared error that `repack_tile` with this m makes in lossy halves.
 
-    Returns how many of those halves keep a nonzero scale below 2^-6. The unit for byte e is 2^(2(e - 128)): a code's value is an integer in units of half the source's block scale, and a
-    lossy block's new values are multiples of that unit too. ValueError where a half would need a scale over 2^8.
+    Returns how many of those halves keep a nonzero scale below 2^-6. The unit for byte e is 2^(2(e - 128)): a code's
+    value is an integer in units of half the source's block scale, and a lossy block's new values are multiples of that
+    unit too. ValueError where a half would need a scale over 2^8.
     """
     _check(codes, scales)
     if err.shape != (256,) or err.dtype != np.int64:

@@ -139,7 +139,7 @@ def convert_gguf(gguf_path: Path, output: Path) -> ImportedModel:
 
 def _open(path: Path) -> GGUFReader:
     try:
-        from gguf import GGUFReader  # noqa: PLC0415  (an extra, and slow to import)
+        from gguf import GGUFReader
     except ImportError as error:
         raise EnvironmentFault("the package gguf is not installed", hint="pip install 'requant[demo]'") from error
     try:
@@ -210,7 +210,7 @@ def _entries(reader: GGUFReader, path: Path) -> list[_Entry]:
 
 def _write_tensors(file: IO[bytes], entries: Sequence[_Entry], path: Path) -> None:
     """The safetensors file: its header, then one tensor after the other."""
-    from gguf import dequantize  # noqa: PLC0415
+    from gguf import dequantize
 
     ends = list(itertools.accumulate(entry.nbytes for entry in entries))
     spans = zip(entries, [0, *ends], ends, strict=False)
@@ -260,7 +260,7 @@ def _special_ids(reader: GGUFReader, path: Path) -> Mapping[str, Json]:
 
 def _write_tokenizer(folder: Path, reader: GGUFReader, path: Path) -> None:
     """tokenizer.json and tokenizer_config.json: byte-level BPE with single digits (llama.cpp's `smollm`)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind = _text(reader, "tokenizer.ggml.pre", path)
     if kind != "smollm":

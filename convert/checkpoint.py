@@ -1,0 +1,216 @@
+"""The catalogue: every tensor of a checkpoint folder, from its headers alone.
+
+Read once, nothing is loaded. The index decides which shards belong to the checkpoint; what else lies in the folder is
+either a sidecar (tokenizer, code, chat template: copied byte for byte) or reported and left. Paths cannot leave the
+folder, save for the Hub cache's own links from `snapshots/<commit>` into `blobs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, cast
+
+from requant.convert.shards import Shard, TensorInfo, read_shard_header
+from requant.manifests.errors import SourceError
+
+__all__ = ["Catalogue", "open_checkpoint", "read_json"]
+
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SKIPPED_FOLDERS: Final = {".cache", ".git", "__pycache__", ".requant", "original", "metal"}
+"""Caches, and the producer's second copy of the weights (`original/`, `metal/` of gpt-oss and Llama)."""
+WEIGHT_SUFFIXES: Final = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
+OWN_PREFIX: Final = "requant."
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """A checkpoint as its headers describe it.
+
+    tensors: by name, in file order. sidecars: relative paths to copy. ignored: (path, reason) of what is not taken.
+    """
+
+    root: Path
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorInfo]
+    config: Mapping[str, Any]
+    sidecars: tuple[str, ...] = ()
+    ignored: tuple[tuple[str, str], ...] = ()
+    hf_quant_config: Mapping[str, Any] | None = None
+    total_bytes: int = field(default=0)
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any]:
+        """The source's quantization_config wherever it stands (top level or text_config), or an empty mapping."""
+        top = self.config.get("quantization_config")
+        nested = cast("Mapping[str, Any]", self.config.get("text_config") or {}).get("quantization_config")
+        return cast("Mapping[str, Any]", top or nested or {})
+
+
+def read_json(path: Path, where: str) -> dict[str, Any]:
+    """A JSON object from `path`; SourceError naming `where` otherwise."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=where, hint="check the folder") from error
+    except ValueError as error:
+        raise SourceError(f"is not JSON: {error}", where=where, hint="download the file again") from error
+    if not isinstance(value, dict):
+        raise SourceError("is not a JSON object", where=where, hint="download the file again")
+    return cast("dict[str, Any]", value)
+
+
+def open_checkpoint(root: Path) -> Catalogue:
+    """Catalogue the checkpoint in `root`. Reads headers and JSON files only; SourceError on anything out of order."""
+    if not root.is_dir():
+        raise SourceError("is not a folder", where=str(root), hint="give the folder that holds config.json")
+    config_path = root / "config.json"
+    if not config_path.exists():
+        raise SourceError("config.json is missing", where=str(root), hint="give the folder that holds config.json")
+    config = read_json(_resolve(root, "config.json"), "config.json")
+    files, weight_map = _weight_files(root)
+    shards = tuple(read_shard_header(_resolve(root, file), file) for file in files)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            other = tensors.get(tensor.name)
+            if other is not None:
+                raise SourceError(
+                    f"{tensor.name} also stands in {other.file}",
+                    where=shard.file,
+                    hint="two shards hold the same tensor: remove the stale file or fix the index",
+                )
+            tensors[tensor.name] = tensor
+    if weight_map is not None:
+        _check_index(weight_map, tensors)
+    if not tensors:
+        raise SourceError("holds no tensor", where=str(root), hint="is this the right folder?")
+    sidecars, ignored = _sidecars(root, set(files))
+    quant_path = root / "hf_quant_config.json"
+    return Catalogue(
+        root=root,
+        shards=shards,
+        tensors=tensors,
+        config=config,
+        sidecars=sidecars,
+        ignored=ignored,
+        hf_quant_config=read_json(quant_path, quant_path.name) if quant_path.exists() else None,
+        total_bytes=sum(t.nbytes for t in tensors.values()),
+    )
+
+
+def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The shards that make up the checkpoint, and the index's weight map if there is an index."""
+    indices = sorted(root.glob(f"*{INDEX_SUFFIX}"))
+    if len(indices) > 1:
+        names = [p.name for p in indices]
+        if "model.safetensors.index.json" not in names:
+            raise SourceError(
+                f"several index files: {', '.join(names)}", where=str(root), hint="keep the one that is meant"
+            )
+        indices = [root / "model.safetensors.index.json"]
+    if indices:
+        index = read_json(_resolve(root, indices[0].name), indices[0].name)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise SourceError("weight_map is missing or empty", where=indices[0].name, hint="download the file again")
+        mapping = cast("dict[str, Any]", weight_map)
+        files = list(dict.fromkeys(mapping.values()))
+        for file in files:
+            _check_relative(file, indices[0].name)
+            if not (root / file).exists():
+                missing = sum(1 for f in mapping.values() if f == file)
+                raise SourceError(
+                    f"shard is missing ({missing} tensors of the index lie in it)",
+                    where=file,
+                    hint="download it again: the index names it",
+                )
+        return sorted(files), mapping
+    shards = sorted(p.name for p in root.glob("*.safetensors"))
+    if not shards:
+        pickles = sorted(p.name for p in root.iterdir() if p.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            raise SourceError(
+                "is a pickle: loading it would run code from the checkpoint",
+                where=pickles[0],
+                hint="save the model as safetensors first (save_pretrained), or use the safetensors of the repo",
+            )
+        raise SourceError("no .safetensors file", where=str(root), hint="is the download complete?")
+    if len(shards) > 1 and "model.safetensors" not in shards:
+        raise SourceError(
+            f"{len(shards)} shards and no model{INDEX_SUFFIX}",
+            where=str(root),
+            hint="download the index too: without it a missing shard cannot be told from a complete checkpoint",
+        )
+    return (["model.safetensors"] if "model.safetensors" in shards else shards), None
+
+
+def _check_relative(file: object, index: str) -> None:
+    if not isinstance(file, str) or not file:
+        raise SourceError(f"weight_map holds {file!r} instead of a file name", where=index, hint="fix the index")
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file:
+        raise SourceError(
+            f"{file!r} leads out of the checkpoint's folder",
+            where=index,
+            hint="the index is damaged or hostile: shards must lie beside it",
+        )
+
+
+def _resolve(root: Path, file: str) -> Path:
+    """`root/file`, which must lie in the folder; the Hub cache's links into its own `blobs` are allowed."""
+    real_root, real = root.resolve(), (root / file).resolve()
+    if real.is_relative_to(real_root):
+        return real
+    if real_root.parent.name == "snapshots" and real.is_relative_to(real_root.parent.parent / "blobs"):
+        return real
+    raise SourceError(
+        "is a link that leads out of the checkpoint's folder",
+        where=file,
+        hint="copy the file into the folder, or point the manifest at the folder the link leads to",
+    )
+
+
+def _check_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    for name, file in weight_map.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.file != file:
+            found = f"it lies in {tensor.file}" if tensor else "no shard holds it"
+            raise SourceError(
+                f"the index says {file}, but {found}", where=name, hint="index and shards are of two exports"
+            )
+    if len(weight_map) != len(tensors):
+        extra = next(name for name in tensors if name not in weight_map)
+        raise SourceError(
+            f"lies in {tensors[extra].file} but not in the index",
+            where=extra,
+            hint="index and shards are of two exports",
+        )
+
+
+def _sidecars(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """What to copy beside the weights, and what is left with the reason."""
+    copied: list[str] = []
+    ignored: list[tuple[str, str]] = []
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        file = relative.as_posix()
+        if path.is_dir():
+            if relative.name in SKIPPED_FOLDERS and not set(relative.parts[:-1]) & SKIPPED_FOLDERS:
+                ignored.append((file + "/", "cache or the producer's second copy of the weights"))
+            continue
+        if set(relative.parts[:-1]) & SKIPPED_FOLDERS or file in shards:
+            continue
+        if path.suffix in WEIGHT_SUFFIXES:
+            ignored.append((file, "a weight file that the index does not name"))
+        elif file.endswith(INDEX_SUFFIX) or file in {"config.json"} or file.endswith("hf_quant_config.json"):
+            continue  # written anew
+        elif relative.name.startswith(OWN_PREFIX):
+            ignored.append((file, "an earlier run's record"))
+        else:
+            _resolve(root, file)
+            copied.append(file)
+    return tuple(copied), tuple(ignored)

@@ -1,0 +1,282 @@
+"""Run one unit of a plan: read its source ranges, compute, write at the planned offsets.
+
+Memory is bounded by a tile, whatever the size of the weight: scale planes and codes pass through in row tiles, and a
+group that needs its codes twice (once to decide, once to write) reads them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from requant.convert.files import copy_range, read_exact, write_all
+from requant.convert.layouts.base import Rows
+from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Plan, Unit
+from requant.convert.shards import TensorInfo
+from requant.kernels.formats import E8M0_BIAS, E8M0_NAN_BYTE, NVFP4_GROUP
+from requant.kernels.repack import (
+    Choice,
+    Counts,
+    choose_exponent,
+    find_nan_scale,
+    global_scale,
+    scale_pair_table,
+    window_exponent,
+)
+from requant.manifests.errors import SourceError
+
+__all__ = ["Opened", "run_unit", "scale_tiles"]
+
+TILE_BYTES: Final = 4 * 2**20
+"""Bytes of codes (or floats) in flight per worker; the L2 of a server core times a few, and memory stays small."""
+
+
+class Opened(Protocol):
+    """Descriptors by file name: sources for reading, output shards (by number) for writing."""
+
+    def source(self, file: str) -> int: ...
+
+    def output(self, shard: int) -> int: ...
+
+
+def run_unit(plan: Plan, unit: Unit, files: Opened) -> dict[str, Any]:
+    """Do one unit; what it counted goes into the journal. SourceError on bad source bytes, OSError from the disk."""
+    if isinstance(unit, CopyUnit):
+        for piece in unit.pieces:
+            _copy(plan.tensors[piece.out], piece.source, files)
+        return {}
+    if unit.kind == "repack":
+        return _repack(plan, unit, files)
+    return _to_mxfp4(plan, unit, files)
+
+
+def _copy(target: OutTensor, source: TensorInfo | Rows | bytes, files: Opened) -> None:
+    fd = files.output(target.shard)
+    if isinstance(source, bytes):
+        write_all(fd, source, target.begin)
+    elif isinstance(source, TensorInfo):
+        _copy_bytes(source.file, source.begin, source.nbytes, fd, target.begin, files)
+    else:
+        _copy_rows(source, fd, target.begin, files)
+
+
+def _copy_bytes(file: str, begin: int, nbytes: int, fd: int, begin_out: int, files: Opened) -> None:
+    copy_range(files.source(file), fd, nbytes, begin_in=begin, begin_out=begin_out, file=file)
+
+
+def _copy_rows(rows: Rows, fd: int, begin: int, files: Opened) -> None:
+    """Rows of a source tensor, side by side in the output."""
+    file = rows.tensor.file
+    if rows.contiguous:
+        _copy_bytes(file, rows.begin, rows.nbytes, fd, begin, files)
+        return
+    for first, tile in _tiles(rows, files):
+        write_all(fd, np.ascontiguousarray(tile), begin + first * rows.row_bytes)
+
+
+def _tiles(rows: Rows, files: Opened, row_cost: int = 0) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(first row, uint8 [count, row_bytes]) tiles of about TILE_BYTES (of `row_cost` bytes a row, if given)."""
+    cost = max(rows.row_bytes * rows.step, row_cost, 1)
+    per_tile = max(TILE_BYTES // cost, 1)
+    fd = files.source(rows.tensor.file)
+    for first in range(0, rows.count, per_tile):
+        yield first, _read_rows(rows, fd, first, min(per_tile, rows.count - first))
+
+
+def _read_rows(rows: Rows, fd: int, first: int, count: int) -> NDArray[np.uint8]:
+    """uint8 [count, row_bytes]: rows first..first+count of the selection (a view over skipped rows if strided)."""
+    span = (count - 1) * rows.step + 1
+    begin = rows.begin + first * rows.step * rows.row_bytes
+    data = read_exact(fd, span * rows.row_bytes, begin, rows.tensor.file)
+    return np.frombuffer(data, dtype=np.uint8).reshape(span, rows.row_bytes)[:: rows.step]
+
+
+# --- MXFP4 -> NVFP4 ---------------------------------------------------------------------------------------------------
+
+
+def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+    low, high = _scale_range(unit, files)
+    m = window_exponent(low, high)
+    if m is not None:
+        counts, spans = _repack_in_window(plan, unit, files, m), (low - E8M0_BIAS, high - E8M0_BIAS)
+    else:
+        choice = _choose(unit, files)
+        m, spans = choice.m, (choice.k_min, choice.k_max)
+        counts = _repack_by_halves(plan, unit, files, m)
+    scalar = global_scale(m)
+    for member in unit.members:
+        if member.out_global is not None:
+            target = plan.tensors[member.out_global]
+            value = np.float32(1.0) / scalar if member.reciprocal else scalar
+            write_all(files.output(target.shard), np.asarray(value, dtype="<f4").tobytes(), target.begin)
+    return {
+        "group": unit.group,
+        "m": m,
+        "k": spans,
+        "exact": counts.exact,
+        "shifted": counts.shifted,
+        "lossy": counts.lossy,
+        "below_marlin": counts.below_marlin,
+    }
+
+
+def _planes(member: Member) -> Rows:
+    if member.scales is None:
+        raise ValueError(f"{member.module} has no block scales")
+    return member.scales
+
+
+def _scale_range(unit: GroupUnit, files: Opened) -> tuple[int, int]:
+    """Smallest and largest E8M0 byte of the group. SourceError names the first NaN scale."""
+    low, high = E8M0_NAN_BYTE, 0
+    for member in unit.members:
+        for _, tile in scale_tiles(member, files):
+            low, high = min(low, int(tile.min())), max(high, int(tile.max()))
+    return low, high
+
+
+def scale_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(first row, E8M0 bytes [n, K/32]) of a member's scale plane. SourceError names the first NaN scale."""
+    for first, tile in _tiles(_planes(member), files):
+        if tile.max() == E8M0_NAN_BYTE:
+            _refuse_nan(member, first, tile)
+        yield first, tile
+
+
+def _refuse_nan(member: Member, first: int, tile: NDArray[np.uint8]) -> None:
+    hit = find_nan_scale(tile)
+    if hit is not None:
+        scales = _planes(member)
+        row = scales.start + (first + hit[0]) * scales.step
+        raise SourceError(
+            f"E8M0 scale 255 (NaN) at row {row}, block {hit[1]}",
+            where=f"{scales.tensor.file}: {scales.tensor.name}",
+            hint="the source is corrupt: download the shard again, or report it to its publisher",
+        )
+
+
+def _repack_in_window(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Counts:
+    """Step 1: codes copied as bytes, each scale byte becomes two by table."""
+    table = scale_pair_table(m)
+    blocks = 0
+    for member in unit.members:
+        target = plan.tensors[member.out_scales]
+        fd = files.output(target.shard)
+        scales = _planes(member)
+        if member.transposed:
+            _transpose(plan, member, files, table)
+        else:
+            for first, tile in _tiles(scales, files):
+                write_all(fd, table[tile], target.begin + first * scales.row_bytes * 2)
+            codes = plan.tensors[member.out_codes]
+            _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
+        blocks += member.rows * (member.cols // NVFP4_GROUP)
+    return Counts(exact=blocks)
+
+
+def _transpose(plan: Plan, member: Member, files: Opened, table: NDArray[np.uint16]) -> None:
+    """Stacked experts, planes written [K/.., N]: one expert at a time, codes and scales alike."""
+    codes, scales = member.codes, _planes(member)
+    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
+    rows = member.rows // member.transposed
+    for expert in range(member.transposed):
+        plane = table[_read_rows(scales, files.source(scales.tensor.file), expert * rows, rows)].view(np.uint8)
+        _write_transposed(plane, files.output(out_scales.shard), out_scales.begin + expert * plane.size)
+        block = _read_rows(codes, files.source(codes.tensor.file), expert * rows, rows)
+        _write_transposed(block, files.output(out_codes.shard), out_codes.begin + expert * block.size)
+
+
+def _write_transposed(plane: NDArray[np.uint8], fd: int, begin: int) -> None:
+    write_all(fd, np.ascontiguousarray(plane.T), begin)
+
+
+def _code_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8], NDArray[np.uint8]]]:
+    """(first row, codes [n, K/2], scales [n, K/32]) in tiles; a transposed member goes expert by expert."""
+    codes, scales = member.codes, _planes(member)
+    per_tile = max(TILE_BYTES // (codes.row_bytes * codes.step), 1)
+    if member.transposed:
+        per_tile = member.rows // member.transposed
+    code_fd, scale_fd = files.source(codes.tensor.file), files.source(scales.tensor.file)
+    for first in range(0, member.rows, per_tile):
+        count = min(per_tile, member.rows - first)
+        yield (
+            first,
+            np.ascontiguousarray(_read_rows(codes, code_fd, first, count)),
+            np.ascontiguousarray(_read_rows(scales, scale_fd, first, count)),
+        )
+
+
+def _choose(unit: GroupUnit, files: Opened) -> Choice:
+    """Step 2's first pass: the census of halves over the whole group decides m."""
+    from requant.kernels import repack_jit
+
+    hist = np.zeros((256, 4, 4, 2), dtype=np.int64)
+    for member in unit.members:
+        for _, codes, scales in _code_tiles(member, files):
+            repack_jit.half_census(codes, scales, hist)
+
+    def lossy_cost(m: int) -> tuple[int, NDArray[np.int64]]:
+        error = np.zeros(256, dtype=np.int64)
+        below = 0
+        for member in unit.members:
+            for _, codes, scales in _code_tiles(member, files):
+                below += repack_jit.lossy_error(codes, scales, m, error)
+        return below, error
+
+    return choose_exponent(hist, lossy_cost)
+
+
+def _repack_by_halves(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Counts:
+    """Step 2's second pass: every 16-half as it is, exactly shifted, or re-encoded."""
+    from requant.kernels import repack_jit
+
+    counts = np.zeros(4, dtype=np.int64)
+    for member in unit.members:
+        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
+        code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
+        for first, codes, scales in _code_tiles(member, files):
+            new_codes = np.empty_like(codes)
+            new_scales = np.empty((codes.shape[0], codes.shape[1] * 2 // NVFP4_GROUP), dtype=np.uint8)
+            repack_jit.repack_tile(codes, scales, m, new_codes, new_scales, counts)
+            code_begin = out_codes.begin + first * new_codes.shape[1]
+            scale_begin = out_scales.begin + first * new_scales.shape[1]
+            if member.transposed:
+                _write_transposed(new_codes, code_fd, code_begin)
+                _write_transposed(new_scales, scale_fd, scale_begin)
+            else:
+                write_all(code_fd, new_codes, code_begin)
+                write_all(scale_fd, new_scales, scale_begin)
+    return Counts(*(int(n) for n in counts))
+
+
+# --- floats -> MXFP4 --------------------------------------------------------------------------------------------------
+
+_FLOATS: Final = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+
+def _to_mxfp4(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+    from requant.kernels import quantize_mxfp4
+
+    weights = 0
+    for member in unit.members:
+        source = member.codes.tensor
+        dtype = _FLOATS[source.dtype]
+        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
+        for first, raw in _tiles(member.codes, files):
+            tile = np.ascontiguousarray(raw).view(dtype)
+            codes = np.empty((tile.shape[0], member.cols // 2), dtype=np.uint8)
+            scales = np.empty((tile.shape[0], member.cols // 32), dtype=np.uint8)
+            bad = quantize_mxfp4.quantize_mxfp4(tile, codes, scales)
+            if bad >= 0:
+                row, column = first + bad // member.cols, bad % member.cols
+                raise SourceError(
+                    f"value at row {row}, column {column} is NaN or infinite",
+                    where=f"{source.file}: {source.name}",
+                    hint="no FP4 code stands for it: the source is corrupt, or this layer must be kept",
+                )
+            write_all(files.output(out_codes.shard), codes, out_codes.begin + first * codes.shape[1])
+            write_all(files.output(out_scales.shard), scales, out_scales.begin + first * scales.shape[1])
+        weights += member.rows * member.cols
+    return {"group": unit.group, "weights": weights}

@@ -1,0 +1,383 @@
+"""Run a plan: preallocated shards, a pool of threads, a journal, and final names only for finished things.
+
+    <output>.partial/               everything until the end
+        model-00001-of-...          a finished shard: synced, then renamed
+        model-00002-of-....part     preallocated, being written at planned offsets
+        .requant/journal.jsonl      finished units
+        .requant/lock.json          what the run is bound to
+        .requant/owner.json         who is writing (held by flock)
+    <output>/                       one rename, when all is there
+
+Threads suffice: reads, writes, copies and kernels release the GIL. Units are started in the order of the source, so
+both disks are read and written forward. Any number of workers and any interruption give the same bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from requant.convert.compute import run_unit
+from requant.convert.files import Files, preallocate, write_all
+from requant.convert.journal import Journal
+from requant.convert.plan import CopyUnit, Plan, Unit, refuse_overlap
+from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
+
+__all__ = ["PARTIAL_SUFFIX", "RECORDS", "Progress", "RunResult", "default_workers", "execute", "partial_of"]
+
+PARTIAL_SUFFIX: Final = ".partial"
+PART_SUFFIX: Final = ".part"
+RECORDS: Final = ".requant"
+MAX_AUTO_WORKERS: Final = 16
+"""More threads than this only queue at the disk."""
+
+Progress = Callable[[int], None]
+"""Called with the bytes of source that were just dealt with, from any thread, one call at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run did. counts: journal records of all units by index. resumed: units that an earlier run had done."""
+
+    output: Path
+    counts: dict[int, dict[str, Any]]
+    resumed: int
+
+
+def default_workers() -> int:
+    """One thread per usable processor, up to a bound."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, MAX_AUTO_WORKERS))
+
+
+def partial_of(output: Path) -> Path:
+    """Where an unfinished output lies."""
+    return output.with_name(output.name + PARTIAL_SUFFIX)
+
+
+def execute(
+    plan: Plan,
+    finish: Callable[[Path, RunResult], None],
+    *,
+    workers: int,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+    lock: dict[str, Any] | None = None,
+) -> RunResult:
+    """Write the output. finish(folder, result) adds metadata before the final rename.
+
+    LockError: a finished output is in the way, another run holds it, or the plan changed. EnvironmentFault: the folder
+    or the disk. IncompleteError: stopped half way, resumable. SourceError: the source's bytes are bad.
+    """
+    output, partial = plan.output, partial_of(plan.output)
+    refuse_overlap(plan.catalogue.root, output)
+    _refuse_finished(output, force)
+    _make_folder(partial)
+    with _owned(partial):
+        if force:
+            _discard(partial)
+        (partial / RECORDS).mkdir(exist_ok=True)
+        journal_path = partial / RECORDS / "journal.jsonl"
+        with Journal(journal_path, plan.sha256) as journal:
+            if lock is not None:
+                _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
+            run = _Run(plan, partial, journal, progress)
+            resumed = len(journal.done)
+            run.prepare()
+            run.work(workers)
+            result = RunResult(output, dict(journal.done), resumed)
+        finish(partial, result)
+        _publish(partial, output, force)
+    return result
+
+
+def _refuse_finished(output: Path, force: bool) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise LockError("is in the way: not a folder", where=str(output), hint="name another target.output")
+    if not any(output.iterdir()):
+        return
+    if not (output / "requant.lock.json").exists():
+        raise LockError(
+            "is not empty and was not written by requant",
+            where=str(output),
+            hint="name another target.output: files of others are never overwritten, not even with --force",
+        )
+    if not force:
+        raise LockError(
+            "is finished already",
+            where=str(output),
+            hint="use `requant validate` on it, name another target.output, or overwrite it with --force",
+        )
+
+
+def _make_folder(partial: Path) -> None:
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        probe = partial / RECORDS
+        probe.mkdir(exist_ok=True)
+        if not os.access(partial, os.W_OK):
+            raise PermissionError(errno.EACCES, "not writable")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot be written: {error.strerror}",
+            where=str(partial),
+            hint="choose a target.output on a disk that you may write to",
+        ) from error
+
+
+@contextmanager
+def _owned(partial: Path) -> Generator[None]:
+    """Hold the output folder; another live run is named by pid and host."""
+    path = partial / RECORDS / "owner.json"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raw = os.read(fd, 4096)
+            owner: dict[str, Any] = json.loads(raw) if raw.strip() else {}
+            raise LockError(
+                f"another run is writing it: process {owner.get('pid', '?')} on {owner.get('host', '?')}",
+                where=str(partial),
+                hint="wait for it, stop it, or name another target.output",
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _discard(partial: Path) -> None:
+    """Empty an unfinished output, the owner's file aside."""
+    for path in partial.iterdir():
+        if path.name != RECORDS:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in (partial / RECORDS).iterdir():
+        if path.name != "owner.json":
+            path.unlink()
+
+
+def _publish(partial: Path, output: Path, force: bool) -> None:
+    """Give the finished folder its name. What --force replaces is removed only afterwards."""
+    shutil.rmtree(partial / RECORDS)
+    replaced: Path | None = None
+    if output.exists():
+        if any(output.iterdir()):
+            if not force:
+                raise LockError(
+                    "appeared while the conversion ran", where=str(output), hint="move it away, then run again"
+                )
+            replaced = output.with_name(f"{output.name}.replaced-{os.getpid()}")
+            output.rename(replaced)
+        else:
+            output.rmdir()
+    partial.rename(output)
+    _sync_folder(output.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+class _Run:
+    """The state of one execution."""
+
+    def __init__(self, plan: Plan, partial: Path, journal: Journal, progress: Progress) -> None:
+        self.plan = plan
+        self.partial = partial
+        self.journal = journal
+        self._progress = progress
+        self._sources = Files(plan.catalogue.root, os.O_RDONLY)
+        self._outputs = Files(partial, os.O_RDWR)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._touched = [self._shards_of(unit) for unit in plan.units]
+        self._left = [0] * len(plan.shards)
+        self._sealed: set[int] = set()
+
+    def _shards_of(self, unit: Unit) -> tuple[int, ...]:
+        tensors = self.plan.tensors
+        if isinstance(unit, CopyUnit):
+            return tuple({tensors[piece.out].shard for piece in unit.pieces})
+        shards: set[int] = set()
+        for member in unit.members:
+            outs = (member.out_codes, member.out_scales, member.out_global)
+            shards.update(tensors[out].shard for out in outs if out is not None)
+        return tuple(shards)
+
+    def source(self, file: str) -> int:
+        """Descriptor of a source shard."""
+        return self._sources(file)
+
+    def output(self, shard: int) -> int:
+        """Descriptor of an output shard in progress.
+
+        A unit that spans a sealed and an open shard and has to be done again writes the sealed one's bytes once more:
+        they are the same bytes.
+        """
+        file = self.plan.shards[shard].file
+        return self._outputs(file if shard in self._sealed else file + PART_SUFFIX)
+
+    def prepare(self) -> None:
+        """Preallocate what is missing; count what each shard still waits for."""
+        for index, shards in enumerate(self._touched):
+            if index not in self.journal.done:
+                for shard in shards:
+                    self._left[shard] += 1
+        needed = self._missing_bytes()
+        free = shutil.disk_usage(self.partial).free
+        if needed > free:
+            raise EnvironmentFault(
+                f"needs {needed:,} bytes more, the disk has {free:,} free",
+                where=str(self.partial),
+                hint="free some space or choose another target.output; what is done is kept, run again to go on",
+            )
+        try:
+            for number, shard in enumerate(self.plan.shards):
+                final, part = self.partial / shard.file, self.partial / (shard.file + PART_SUFFIX)
+                if final.exists():
+                    self._left[number] = 0
+                    self._sealed.add(number)
+                    continue
+                if not part.exists() or part.stat().st_size != shard.size:
+                    self._forget(number)
+                    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+                    try:
+                        preallocate(fd, shard.size)
+                    finally:
+                        os.close(fd)
+                write_all(self.output(number), shard.header, 0)
+        except OSError as error:
+            raise self._disk_fault(error) from error
+
+    def _missing_bytes(self) -> int:
+        missing = 0
+        for shard in self.plan.shards:
+            part = self.partial / (shard.file + PART_SUFFIX)
+            if not (self.partial / shard.file).exists():
+                allocated = part.stat().st_blocks * 512 if part.exists() else 0
+                missing += max(shard.size - allocated, 0)
+        return missing
+
+    def _forget(self, shard: int) -> None:
+        """A shard that must be begun anew: units that wrote to it are not done after all, and the journal says so."""
+        for index, shards in enumerate(self._touched):
+            if shard in shards and index in self.journal.done:
+                self.journal.forget(index)
+                for other in shards:
+                    self._left[other] += 1
+
+    def work(self, workers: int) -> None:
+        """All units that are not done, in order; then every shard has its final name."""
+        todo = [i for i in range(len(self.plan.units)) if self._is_open(i)]
+        self._progress(sum(self.plan.units[i].nbytes for i in range(len(self.plan.units)) if not self._is_open(i)))
+        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="requant")
+        try:
+            self._drive(pool, todo, workers)
+            for number, left in enumerate(self._left):
+                if left == 0:
+                    self._seal(number)
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            self._sources.close()
+            self._outputs.close()
+
+    def _is_open(self, unit: int) -> bool:
+        """Not done, or done in a shard that has to be written again."""
+        if unit in self.journal.done:
+            return False
+        return any(self._left[shard] for shard in self._touched[unit])
+
+    def _drive(self, pool: ThreadPoolExecutor, todo: list[int], workers: int) -> None:
+        """Keep the pool fed a little ahead, so that an error or Ctrl-C stops within a unit."""
+        pending: set[Future[None]] = set()
+        queue = iter(todo)
+        exhausted = False
+        while True:
+            while not exhausted and len(pending) < 2 * workers + 2:
+                index = next(queue, None)
+                if index is None:
+                    exhausted = True
+                else:
+                    pending.add(pool.submit(self._one, index))
+            if not pending:
+                return
+            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+
+    def _one(self, index: int) -> None:
+        if self._stop.is_set():
+            return
+        unit = self.plan.units[index]
+        try:
+            counts = run_unit(self.plan, unit, self)
+            self.journal.unit(index, counts)
+            sealed: list[int] = []
+            with self._lock:
+                self._progress(unit.nbytes)
+                for shard in self._touched[index]:
+                    self._left[shard] -= 1
+                    if self._left[shard] == 0:
+                        sealed.append(shard)
+            for shard in sealed:
+                self._seal(shard)
+        except RequantError:
+            raise
+        except OSError as error:
+            raise self._disk_fault(error) from error
+
+    def _seal(self, shard: int) -> None:
+        """Sync a complete shard and give it its final name."""
+        file = self.plan.shards[shard].file
+        part = self.partial / (file + PART_SUFFIX)
+        with self._lock:
+            if shard in self._sealed or not part.exists():
+                return
+            fd = self.output(shard)
+            self._sealed.add(shard)
+        os.fsync(fd)
+        self._outputs.close(file + PART_SUFFIX)
+        part.rename(self.partial / file)
+
+    def _disk_fault(self, error: OSError) -> RequantError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return IncompleteError(
+                f"the disk is full ({error.strerror})",
+                where=str(self.partial),
+                hint="free some space and run the same command again: it goes on where it stopped",
+            )
+        if error.filename and str(error.filename).startswith(str(self.plan.catalogue.root)):
+            return SourceError(f"{error.strerror}", where=str(error.filename), hint="the source changed during the run")
+        return IncompleteError(
+            f"{error.strerror} ({error.filename or 'no file named'})",
+            where=str(self.partial),
+            hint="mend the disk and run the same command again: it goes on where it stopped",
+        )

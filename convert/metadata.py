@@ -1,0 +1,223 @@
+"""What stands beside the weights: config.json, hf_quant_config.json, the index.
+
+The source's config is kept key by key; only quantization_config (wherever it stood) is replaced. The exclude list names
+the modules that were in fact left plain, in full, so that no runtime's matcher can read more or less into it; a whole
+attention block left plain is written `prefix.self_attn*`, as modelopt does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Any, Final
+
+from requant.convert.plan import Plan
+
+__all__ = ["exclude_modules", "index_json", "metadata_files"]
+
+DSV4_IGNORE: Final = ("*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*")
+"""nvidia/DeepSeek-V4-Flash-NVFP4, config.json: the four globs that vLLM and SGLang know the hybrid by."""
+
+_ATTENTION: Final = "self_attn"
+
+
+def producer() -> dict[str, str]:
+    """SGLang takes only producers whose name starts with modelopt; the version says who really wrote it."""
+    return {"name": "modelopt", "version": f"requant-{version('requant')}"}
+
+
+def metadata_files(plan: Plan) -> dict[str, dict[str, Any]]:
+    """File name -> JSON content of every metadata file of the output."""
+    config = copy.deepcopy(dict(plan.catalogue.config))
+    source_quant = dict(plan.catalogue.quantization_config)
+    config.pop("quantization_config", None)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        text.pop("quantization_config", None)  # pyright: ignore[reportUnknownMemberType]
+    files: dict[str, dict[str, Any]] = {}
+    if plan.converted:
+        if plan.layout == "deepseek-v4":
+            config["quantization_config"], files["hf_quant_config.json"] = _deepseek_v4(plan, source_quant)
+        elif plan.manifest.target.layout == "compressed-tensors":
+            config["quantization_config"] = _compressed_tensors(plan)
+        elif plan.layout == "compressed-tensors" and _is_mixed(plan):
+            config["quantization_config"], files["hf_quant_config.json"] = _mixed_experts(plan)
+        else:
+            config["quantization_config"], files["hf_quant_config.json"] = _modelopt(plan)
+    elif source_quant:
+        config["quantization_config"] = source_quant
+    files["config.json"] = config
+    if len(plan.shards) > 1:
+        files["model.safetensors.index.json"] = index_json(plan)
+    return files
+
+
+def index_json(plan: Plan) -> dict[str, Any]:
+    """The index: total_size counts the tensors' bytes as written."""
+    total = sum(tensor.nbytes for tensor in plan.tensors)
+    names = sorted(range(len(plan.tensors)), key=lambda i: plan.tensors[i].name)
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {plan.tensors[i].name: plan.shards[plan.tensors[i].shard].file for i in names},
+    }
+
+
+def plain_modules(plan: Plan) -> list[str]:
+    """Modules whose weight has two dimensions or more and was not converted, sorted."""
+    converted = set(plan.converted)
+    plain: set[str] = set()
+    for tensor in plan.tensors:
+        module = tensor.name.removesuffix(".weight")
+        if module != tensor.name and module not in converted and len(tensor.shape) >= 2:
+            plain.add(module)
+    return sorted(plain)
+
+
+def exclude_modules(plain: Iterable[str], converted: Iterable[str]) -> list[str]:
+    """The exclude list: full names, and `prefix.self_attn*` where nothing under that prefix was converted."""
+    busy = {m.rpartition(f".{_ATTENTION}.")[0] for m in converted if f".{_ATTENTION}." in m}
+    names: set[str] = set()
+    for module in plain:
+        prefix, mark, _ = module.rpartition(f".{_ATTENTION}.")
+        names.add(f"{prefix}.{_ATTENTION}*" if mark and prefix not in busy else module)
+    return sorted(names)
+
+
+def _weights(group: int) -> dict[str, Any]:
+    return {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
+
+
+def _modelopt(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """modelopt 0.47's two forms of the same statement (formats.md 3)."""
+    ignore = exclude_modules(plain_modules(plan), plan.converted)
+    algo = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4"}[plan.target_format]
+    nested: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": None}
+    flat: dict[str, Any] = {}
+    if algo != "mxfp4":
+        nested["group_size"] = 16
+        group: dict[str, Any] = {"weights": _weights(16), "targets": ["Linear"]}
+        if algo == "NVFP4":
+            group = {"input_activations": _weights(16), **group}
+        flat["config_groups"] = {"group_0": group}
+    nested["exclude_modules"] = ignore
+    flat |= {"ignore": ignore, "quant_algo": algo, "producer": producer(), "quant_method": "modelopt"}
+    return flat, {"producer": producer(), "quantization": nested}
+
+
+def expert_modules(converted: Iterable[str]) -> list[str]:
+    """The `...experts` modules that hold converted experts."""
+    return sorted({module.partition(".experts.")[0] + ".experts" for module in converted if ".experts." in module})
+
+
+def _deepseek_v4(plan: Plan, source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The hybrid that vLLM and SGLang load: still `fp8`, with NVFP4 experts named layer by layer."""
+    layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in expert_modules(plan.converted)}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(16)}
+    if plan.target_format == "nvfp4":
+        group["input_activations"] = _weights(16)
+    flat: dict[str, Any] = {
+        **source,
+        "config_groups": {"group_0": group},
+        "group_size": 16,
+        "ignore": list(DSV4_IGNORE),
+        "kv_cache_quant_algo": None,
+        "moe_quant_algo": "NVFP4" if plan.target_format == "nvfp4" else "W4A16_NVFP4",
+        "producer": producer(),
+        "quant_algo": "MIXED_PRECISION",
+        "quant_method": "fp8",
+        "quantized_layers": layers,
+    }
+    nested = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "quantized_layers": layers,
+        "exclude_modules": list(DSV4_IGNORE),
+    }
+    return flat, {"producer": producer(), "quantization": nested}
+
+
+def _is_mixed(plan: Plan) -> bool:
+    """A wrapper model whose text part was quantized (Kimi-K3): described layer by layer, under all its aliases."""
+    text = plan.catalogue.config.get("text_config")
+    return isinstance(text, dict) and bool(expert_modules(plan.converted))
+
+
+_WRAPPERS: Final = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+_BLOCKS: Final = ("block_sparse_moe", "mlp")
+
+
+def aliases(module: str) -> list[str]:
+    """The names under which runtimes look an expert module up: each wrapper prefix or none, each block name."""
+    bare = module
+    for prefix in _WRAPPERS:
+        if bare.startswith(prefix):
+            bare = bare.removeprefix(prefix)
+            break
+    names: dict[str, None] = {module: None}
+    for prefix in ("language_model.model.", "model.", ""):
+        for block in _BLOCKS:
+            name = prefix + bare
+            for other in _BLOCKS:
+                name = name.replace(f".{other}.", f".{block}.")
+            names[name] = None
+    return list(names)
+
+
+def _mixed_experts(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Kimi-K3: quant_method modelopt_mixed, expert modules under each alias. Nothing published to compare it with."""
+    algo = "NVFP4" if plan.target_format == "nvfp4" else "W4A16_NVFP4"
+    layers = {
+        alias: {"quant_algo": algo, "group_size": 16}
+        for module in expert_modules(plan.converted)
+        for alias in aliases(module)
+    }
+    ignore = exclude_modules(plain_modules(plan), plan.converted)
+    flat = {
+        "quant_algo": "MIXED_PRECISION",
+        "quant_method": "modelopt_mixed",
+        "ignore": ignore,
+        "producer": producer(),
+        "quantized_layers": layers,
+    }
+    nested = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "quantized_layers": layers,
+        "exclude_modules": ignore,
+    }
+    return flat, {"producer": producer(), "quantization": nested}
+
+
+def _compressed_tensors(plan: Plan) -> dict[str, Any]:
+    """compressed-tensors 0.20: nvfp4-pack-quantized and mxfp4-pack-quantized (formats.md 3)."""
+    nvfp4 = plan.target_format != "mxfp4"
+    kind = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": 16 if nvfp4 else 32,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+    activations = {**weights, "dynamic": "local"} if plan.target_format == "nvfp4" else None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "version": "0.20.0",
+        "config_groups": {
+            "group_0": {
+                "format": kind,
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations,
+                "output_activations": None,
+            }
+        },
+        "ignore": [m for m in plain_modules(plan) if not m.endswith("embed_tokens")],
+        "kv_cache_scheme": None,
+    }

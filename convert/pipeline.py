@@ -1,0 +1,180 @@
+"""The stages behind the verbs: manifest -> catalogue -> plan -> output folder with everything that belongs in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from requant.convert.checkpoint import open_checkpoint
+from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
+from requant.convert.hub import fetch
+from requant.convert.layouts.reading import recognise
+from requant.convert.metadata import metadata_files
+from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
+from requant.manifests.errors import EnvironmentFault, LockError, UsageError
+from requant.manifests.load import LoadedManifest, load_manifest
+from requant.manifests.schema import Manifest
+
+__all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "prepare", "run_job"]
+
+LOCK_FILE: Final = "requant.lock.json"
+MANIFEST_FILE: Final = "requant.manifest.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A manifest with its plan. commit: of the source on the Hub, or None for a folder."""
+
+    loaded: LoadedManifest
+    plan: Plan
+    commit: str | None
+    seconds: float
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest's model."""
+        return self.loaded.manifest
+
+
+def prepare(ref: str, sets: Sequence[str] = ()) -> Job:
+    """Load a manifest, read the source's headers, plan. Nothing is written (a Hub source is fetched to its cache)."""
+    begin = time.perf_counter()
+    loaded = load_manifest(ref, sets)
+    manifest = loaded.manifest
+    _refuse_unbuilt(manifest)
+    commit: str | None = None
+    if manifest.source.path is not None:
+        root = Path(manifest.source.path).expanduser()
+    else:
+        root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
+    output = Path(manifest.target.output).expanduser()
+    refuse_overlap(root, output)
+    catalogue = open_checkpoint(root)
+    layout, reason = recognise(catalogue, manifest.source.layout)
+    plan = make_plan(manifest, catalogue, layout, reason, output)
+    return Job(loaded, plan, commit, time.perf_counter() - begin)
+
+
+def _refuse_unbuilt(manifest: Manifest) -> None:
+    """What the schema can say and this version cannot do is refused, never ignored."""
+    faults = {
+        "target.format": manifest.target.format in ("fp8", "bf16"),
+        "kv_cache": manifest.kv_cache is not None,
+        "activations.calibrate": manifest.activations.calibrate is not None,
+        "execute.engine": manifest.execute.engine != "local",
+        "execute.stream": manifest.execute.stream,
+        "execute.device": manifest.execute.device == "cuda",
+    }
+    for where, unbuilt in faults.items():
+        if unbuilt:
+            raise UsageError("is not part of this version", where=where, hint="see CHANGELOG.md; remove the key")
+
+
+def lock_of(job: Job) -> dict[str, Any]:
+    """What ties an output to its source, manifest and tool."""
+    plan, manifest = job.plan, job.manifest
+    return {
+        "version": 1,
+        "tool": f"requant {version('requant')}",
+        "manifest_sha256": job.loaded.sha256,
+        "plan_sha256": plan.sha256,
+        "source": {
+            "path": manifest.source.path,
+            "repo": manifest.source.repo,
+            "commit": job.commit,
+            "layout": plan.layout,
+            "files": source_files(plan.catalogue),
+        },
+        "target": {
+            "format": manifest.target.format,
+            "layout": manifest.target.layout,
+            "runtimes": list(manifest.target.runtimes),
+        },
+        "input_scale": plan.input_scale_note,
+        "dropped": list(plan.dropped),
+        "ignored_files": [list(entry) for entry in plan.catalogue.ignored],
+    }
+
+
+def check_source_unchanged(job: Job) -> None:
+    """LockError if an unfinished output was begun from other source files (size, time or header)."""
+    path = partial_of(job.plan.output) / ".requant" / "lock.json"
+    if not path.exists():
+        return
+    try:
+        before: dict[str, Any] = json.loads(path.read_text())["source"]["files"]
+    except (ValueError, KeyError, TypeError):
+        return  # the journal's plan hash still guards the run
+    now = source_files(job.plan.catalogue)
+    changed = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
+    if changed:
+        raise LockError(
+            f"source changed since the unfinished run began: {', '.join(changed[:5])}",
+            where=str(job.plan.catalogue.root),
+            hint="restore the source, or start over with --force, which discards the unfinished output",
+        )
+
+
+def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: None) -> RunResult:
+    """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last."""
+    if not force:
+        check_source_unchanged(job)
+    lock = lock_of(job)
+
+    def finish(folder: Path, result: RunResult) -> None:
+        for name, content in metadata_files(job.plan).items():
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        copy_sidecars(job.plan, folder)
+        (folder / MANIFEST_FILE).write_text(job.loaded.resolved_yaml)
+        lock["groups"] = summarize(job.plan, result)
+        lock["complete"] = True
+        (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
+
+    workers = job.manifest.execute.workers
+    return execute(
+        job.plan,
+        finish,
+        workers=default_workers() if workers == "auto" else workers,
+        force=force,
+        progress=progress,
+        lock=lock,
+    )
+
+
+def copy_sidecars(plan: Plan, folder: Path) -> None:
+    """Byte copies of tokenizer, code, templates and whatever else stands beside the weights."""
+    for file in plan.catalogue.sidecars:
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(plan.catalogue.root / file, target)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot be copied: {error.strerror}", where=file, hint="check the source folder and the disk"
+            ) from error
+
+
+def summarize(plan: Plan, result: RunResult) -> dict[str, Any]:
+    """Totals over all groups, and the groups that are not exact or that Marlin would flush, by name."""
+    totals = {"groups": 0, "exact": 0, "shifted": 0, "lossy": 0, "below_marlin": 0, "weights_quantized": 0}
+    notable: list[dict[str, Any]] = []
+    for index, unit in enumerate(plan.units):
+        if isinstance(unit, CopyUnit):
+            continue
+        counts = result.counts.get(index, {})
+        totals["groups"] += 1
+        totals["weights_quantized"] += counts.get("weights", 0)
+        for key in ("exact", "shifted", "lossy", "below_marlin"):
+            totals[key] += counts.get(key, 0)
+        if counts.get("lossy") or counts.get("shifted") or counts.get("below_marlin"):
+            notable.append({key: value for key, value in counts.items() if key != "unit"})
+    return {**totals, "notable": notable[:1000], "notable_total": len(notable)}
+
+
+Reporter = Callable[[str], None]

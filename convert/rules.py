@@ -1,0 +1,149 @@
+"""Which rule of the manifest decides about which tensor. Closed: every tensor has an answer, every rule a use.
+
+The first rule whose pattern fits a module's whole name decides. A rule that converts is honoured for weights; the
+module's other tensors (biases, norms, routers' corrections) are kept. A pattern with wildcards does not reach the parts
+that experts leave alone whatever the format (embeddings, heads, routers, vision towers, draft layers); naming such a
+module in full does. Packed weights of the producer's own choice are exempt from that protection.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from requant.convert.checkpoint import Catalogue
+from requant.convert.layouts.base import SourceWeight
+from requant.manifests.errors import ManifestError
+from requant.manifests.match import compile_match
+from requant.manifests.schema import LayerRule
+
+__all__ = ["PROTECTED", "Decision", "RuleUse", "decide"]
+
+PROTECTED: Final[tuple[tuple[str, str], ...]] = (
+    ("*embed_tokens", "embedding"),
+    ("*embeddings*", "embedding"),
+    ("*word_embed*", "embedding"),
+    ("*wte", "embedding"),
+    ("embed", "embedding"),
+    ("lm_head", "output head"),
+    ("*.lm_head", "output head"),
+    ("head", "output head"),
+    ("*.router", "router"),
+    ("*.router.*", "router"),
+    ("*.gate", "router"),
+    ("*.shared_expert_gate", "router"),
+    ("*norm", "norm"),
+    ("*norm?", "norm"),
+    ("*vision*", "vision tower"),
+    ("*visual*", "vision tower"),
+    ("*audio*", "audio tower"),
+    ("*mm_projector*", "multimodal projector"),
+    ("*multi_modal_projector*", "multimodal projector"),
+    ("mtp.*", "draft (MTP) layer"),
+    ("*.mtp.*", "draft (MTP) layer"),
+    ("*conv1d", "state-space part"),
+)
+"""Modules that a wildcard leaves alone, with the reason that `plan` prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a module's tensors. rule: index in the manifest, or -1 if none matched. note: why kept, if kept
+    against the rule's wish."""
+
+    to: str
+    rule: int
+    note: str = ""
+
+
+@dataclass(slots=True)
+class RuleUse:
+    """What a rule did: tensors and bytes of the source, bytes of the output."""
+
+    tensors: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    notes: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def module_of(tensor: str) -> str:
+    """The module a tensor belongs to: its name without the last part (`X.weight` -> `X`)."""
+    return tensor.rpartition(".")[0] or tensor
+
+
+def decide(
+    rules: Sequence[LayerRule], catalogue: Catalogue, weights: Iterable[SourceWeight]
+) -> tuple[dict[str, Decision], list[str]]:
+    """A decision for every module of the checkpoint, and the order in which modules first appear.
+
+    ManifestError lists every rule that matches nothing, with the nearest module names.
+    """
+    matchers = [compile_match(rule.match) for rule in rules]
+    protected = [(compile_match(pattern), reason) for pattern, reason in PROTECTED]
+    packed: dict[str, SourceWeight] = {w.module: w for w in weights}
+    owners = {t.name: w.module for w in packed.values() for t in w.tensors}
+    modules = list(dict.fromkeys(owners.get(name) or module_of(name) for name in catalogue.tensors))
+    used = [False] * len(rules)
+    hit = [False] * len(rules)
+    decisions: dict[str, Decision] = {}
+    for module in modules:
+        chosen = -1
+        for index, matches in enumerate(matchers):
+            if matches(module):
+                hit[index] = True
+                chosen = index
+                used[index] = True
+                break
+        decisions[module] = _decision(rules, chosen, packed.get(module), module, protected)
+    _refuse_unused(rules, used, matchers, modules)
+    return decisions, modules
+
+
+def _decision(
+    rules: Sequence[LayerRule],
+    chosen: int,
+    weight: SourceWeight | None,
+    module: str,
+    protected: Sequence[tuple[object, str]],
+) -> Decision:
+    if chosen < 0:
+        return Decision("keep", -1, "no rule matches: kept")
+    rule = rules[chosen]
+    if rule.to in ("keep", "drop"):
+        return Decision(rule.to, chosen)
+    if weight is None:
+        return Decision("keep", chosen, "not a weight: kept")
+    if weight.format == "plain" and _has_wildcard(rule.match):
+        for matches, reason in protected:
+            if callable(matches) and matches(module):
+                return Decision("keep", chosen, f"{reason}: kept (name it in full to convert it)")
+    return Decision(rule.to, chosen)
+
+
+def _has_wildcard(pattern: str) -> bool:
+    return pattern.startswith("re:") or "*" in pattern or "?" in pattern
+
+
+def _refuse_unused(
+    rules: Sequence[LayerRule], used: Sequence[bool], matchers: Sequence[object], modules: Sequence[str]
+) -> None:
+    """A rule without effect is a misspelling or a shadowed rule; both are silent disasters elsewhere."""
+    faults: list[str] = []
+    for index, rule in enumerate(rules):
+        if used[index] or rule.optional:
+            continue
+        matches = matchers[index]
+        shadowed = sum(1 for module in modules if callable(matches) and matches(module))
+        if shadowed:
+            why = f"all {shadowed} modules it matches are taken by earlier rules"
+        else:
+            near = difflib.get_close_matches(rule.match, modules[:2000], n=1, cutoff=0.3)
+            why = f"matches no module{f'; the nearest name is {near[0]}' if near else ''}"
+        faults.append(f"layers.{index} (match: {rule.match}) {why}")
+    if faults:
+        raise ManifestError(
+            "\n".join(faults),
+            hint="correct or delete the rule, or mark it optional: true; `requant inspect` lists module names",
+        )

@@ -105,7 +105,7 @@ def _lossless_from_plain(layers: Sequence[LayerRule], source: Source) -> Iterato
         if rule.scale == "lossless" and rule.to in ("nvfp4", "mxfp4", "fp8"):
             yield (
                 f"layers.{index}.scale",
-                f"to: {rule.to} from source.layout: plain must round; write scale: nearest (FP4 sources can go lossless)",
+                f"to: {rule.to} from source.layout: plain must round; write scale: nearest (only FP4 sources need not)",
             )
 
 

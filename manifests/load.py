@@ -25,7 +25,7 @@ from requant.manifests.faults import Fault, Place, did_you_mean, manifest_error
 from requant.manifests.merge import Data, Resolver, apply_set, merge, quote_interpolation
 from requant.manifests.merge import Path as KeyPath
 from requant.manifests.schema import Manifest
-from requant.manifests.yamltree import Items, Node, Scalar, Table, YamlFaultError, parse_tree, resolve_plain
+from requant.manifests.yamltree import LINE_BREAK, Items, Node, Scalar, Table, YamlFaultError, parse_tree, resolve_plain
 
 __all__ = ["LIBRARY", "LoadedManifest", "dump_manifest", "library_names", "load_manifest"]
 

@@ -138,7 +138,7 @@ class Resolver:
             if (at := place.text.find(found[0], place.column - 1)) >= 0:
                 place = Place(place.file, place.line, at + 1, len(found[0]), place.text)
             if found["name"] is None:
-                what = f"{found[0]} is not understood; write ${{env:NAME}} or ${{env:NAME:-default}} ($${{ for a plain ${{)"
+                what = f"{found[0]} is not understood; write ${{env:NAME}} or ${{env:NAME:-default}} ($${{ for ${{)"
                 self._fault(place, what, path)
                 return ""
             given, default = self.environ.get(found["name"], ""), found["default"]

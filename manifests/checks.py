@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from requant.manifests.gates import Validate
 from requant.manifests.sections import (
     Activations,
     Execute,
@@ -19,7 +20,6 @@ from requant.manifests.sections import (
     Target,
     TargetFormat,
     TensorFormat,
-    Validate,
 )
 
 __all__ = ["UNSCALED_FORMATS", "disagreements"]

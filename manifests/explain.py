@@ -13,9 +13,9 @@ from typing import Any, Final, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from requant.manifests.faults import Fault, Place, did_you_mean
+from requant.manifests.fields import FLOAT32_MAX, FLOAT32_MIN
 from requant.manifests.merge import Path
 from requant.manifests.schema import Manifest
-from requant.manifests.sections import FLOAT32_MAX, FLOAT32_MIN
 from requant.manifests.yamltree import Items, Node, Scalar, Table
 
 __all__ = ["explain", "key_paths", "place_of"]
@@ -32,11 +32,15 @@ _UNION_BRANCH: Final = re.compile(r"constrained-\w+|function-.*|literal\[.*|[A-Z
 
 @dataclass(frozen=True)
 class _Error:
-    """One error of pydantic: kind, path in the data, the branches of unions taken out of it, value, context."""
+    """One error of pydantic: kind, path in the data (without the branches of unions), value, context.
+
+    `branch` is the kind of value that was tried if the field at path[:union] takes several, else empty.
+    """
 
     kind: str
     path: Path
     branch: str
+    union: int
     value: object
     context: Mapping[str, object]
     message: str
@@ -49,9 +53,10 @@ def _errors(error: ValidationError) -> Iterator[_Error]:
         above = loc[: len(loc) - len(key)]
         branches = [part for part in above if isinstance(part, str) and _UNION_BRANCH.fullmatch(part)]
         path = (*(part for part in above if part not in branches), *key)
+        union = next((place for place, part in enumerate(above) if part in branches), len(path))
         context = cast("Mapping[str, object]", entry.get("ctx", {}))
-        value = cast("object", entry["input"])
-        yield _Error(entry["type"], path, branches[0] if branches else "", value, context, entry["msg"])
+        branch = branches[0] if branches else ""
+        yield _Error(entry["type"], path, branch, union, cast("object", entry["input"]), context, entry["msg"])
 
 
 def key_paths(model: type[BaseModel] = Manifest, prefix: str = "") -> dict[str, str]:
@@ -115,8 +120,7 @@ def explain(error: ValidationError, root: Node, broken: set[Path]) -> tuple[list
     """The faults that pydantic found, but for those at broken paths; and the paths that are faulty."""
     groups: dict[Path, list[_Error]] = {}
     for one in _errors(error):
-        inner = one.path[:-1] if one.branch and one.kind in ("missing", "extra_forbidden") else one.path
-        groups.setdefault(one.path if not one.branch else inner, []).append(one)
+        groups.setdefault(one.path[: one.union], []).append(one)
     faults: list[Fault] = []
     paths: set[Path] = set()
     for path, group in groups.items():
@@ -137,8 +141,7 @@ def _chosen(group: Sequence[_Error]) -> list[_Error]:
     """Of a union's errors those worth telling: a mapping's own faults if a mapping was given, else one for all."""
     if not any(one.branch for one in group):
         return list(group)
-    within = [one for one in group if one.branch[:1].isupper()]
-    if isinstance(group[0].value, Mapping) or any(one.kind in ("missing", "extra_forbidden") for one in group):
+    if within := [one for one in group if len(one.path) > one.union or one.kind == "requant"]:
         return within
     bounds = [one for one in group if one.kind.startswith(("greater", "less", "finite"))]
     return bounds[:1] or [group[0]]
@@ -170,7 +173,7 @@ def _sentence(one: _Error, group: Sequence[_Error], scalar: Scalar | None) -> st
     name = _dotted(one.path)
     shown = _shown(one, scalar)
     alone = one.kind.startswith(("missing", "extra_forbidden", "requant", "greater", "less", "finite"))
-    if any(other.branch for other in group) and not alone:
+    if one.branch and len(one.path) == one.union and not alone:
         return _union(one, group, shown, scalar)
     match one.kind:
         case "requant":
@@ -212,7 +215,7 @@ def _sentence(one: _Error, group: Sequence[_Error], scalar: Scalar | None) -> st
             keys = f" with the keys {', '.join(_keys(model))}" if model else ""
             return f"{name} must be a mapping{keys}, not {shown}"
         case "tuple_type" | "list_type":
-            return f"{name} must be a list, not {shown}; write [{shown.strip(chr(39))}]"
+            return f"{name} must be a list, not {shown}" + (f"; write [{scalar.text}]" if scalar else "")
         case "value_error":
             return f"{name}: {one.context['error']}"
         case _:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from requant.manifests.explain import explain, place_of
 from requant.manifests.faults import Fault, Place, did_you_mean, manifest_error
 from requant.manifests.merge import Data, Resolver, apply_set, merge, quote_interpolation
 from requant.manifests.merge import Path as KeyPath
-from requant.manifests.schema import Manifest
+from requant.manifests.schema import Manifest, with_default_input_scale
 from requant.manifests.yamltree import LINE_BREAK, Items, Node, Scalar, Table, YamlFaultError, parse_tree, resolve_plain
 
 __all__ = ["LIBRARY", "LoadedManifest", "dump_manifest", "library_names", "load_manifest"]
@@ -87,16 +88,21 @@ def load_manifest(
 
 def _find(ref: str | Path) -> Path:
     """The file that a path or a built-in name stands for."""
-    path = Path(ref)
-    if path.is_file():
+    path, name = Path(ref), str(ref)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = 0
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"cannot be read: {getattr(error, 'strerror', error)}", where=name) from None
+    if stat.S_ISREG(mode):
         return path
-    name = str(ref)
     if name in library_names():
         return LIBRARY / f"{name}.yaml"
-    if path.is_dir():
+    if stat.S_ISDIR(mode):
         hint = f"requant init {name} makes a manifest of a checkpoint"
         raise ManifestError("this is a folder, not a manifest", where=name, hint=hint)
-    if path.exists():
+    if mode:
         raise ManifestError("not a regular file", where=name, hint="a manifest is a YAML file")
     known = library_names()
     hint = did_you_mean(name.removesuffix(".yaml").removesuffix(".yml"), known)
@@ -225,6 +231,7 @@ def _build(tree: Node, reader: _Files) -> Manifest | None:
 
 def _partial_disagreements(data: Mapping[str, Data]) -> list[tuple[str, str]]:
     """What the good sections of a manifest contradict each other in, though others are faulty."""
+    data = cast("Mapping[str, Data]", with_default_input_scale(data))
     known: dict[str, Any] = {}  # pyright: ignore[reportExplicitAny]  each section has a type of its own
     for name in ("source", "target", "layers", "activations", "execute", "validation", "publish"):
         info = Manifest.model_fields[name]

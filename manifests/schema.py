@@ -12,7 +12,8 @@ Manifest
 `- publish      where the result goes
 ```
 
-The sections are in `sections.py` (all are importable from here), the checks that take several of them in `checks.py`.
+The sections are in `sections.py` and `gates.py` (all can be imported from here), what takes several of them to judge in
+`checks.py`.
 """
 
 from __future__ import annotations
@@ -22,31 +23,23 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 from requant.manifests.checks import UNSCALED_FORMATS, disagreements
+from requant.manifests.fields import Section, Text, fault
+from requant.manifests.gates import Device, KernelsGate, ModelGate, NumericsGate, ServingGate, SpeedGate, Validate
 from requant.manifests.sections import (
     Activations,
     Calibrate,
-    Device,
     Execute,
     FromCheckpoint,
-    KernelsGate,
     LayerRule,
-    ModelGate,
-    NumericsGate,
     Publish,
     Runtime,
     ScaleChoice,
-    Section,
-    ServingGate,
     Source,
     SourceLayout,
-    SpeedGate,
     Target,
     TargetFormat,
     TargetLayout,
     TensorFormat,
-    Text,
-    Validate,
-    fault,
 )
 
 __all__ = [
@@ -73,7 +66,21 @@ __all__ = [
     "TensorFormat",
     "Validate",
     "json_schema",
+    "with_default_input_scale",
 ]
+
+
+def with_default_input_scale(data: Mapping[str, object]) -> Mapping[str, object]:
+    """The raw manifest with `input_scale: null` where its format has no activation scales and none is written.
+
+    The default of 1.0 is one for NVFP4; a format without such scales must not get it.
+    """
+    target, activations = data.get("target"), data.get("activations", {})
+    kind = cast("Mapping[str, object]", target).get("format") if isinstance(target, Mapping) else None
+    kind = target.format if isinstance(target, Target) else kind
+    if kind not in UNSCALED_FORMATS or not isinstance(activations, Mapping) or "input_scale" in activations:
+        return data
+    return {**data, "activations": {**cast("Mapping[str, object]", activations), "input_scale": None}}
 
 
 def _not_a_flag(value: object) -> object:
@@ -111,16 +118,7 @@ class Manifest(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_input_scale(cls, data: object) -> object:
-        """A format without activation scales has input_scale null by default: the 1.0 is a default for NVFP4 only."""
-        if not isinstance(data, Mapping):
-            return data
-        given = cast("Mapping[str, object]", data)
-        target, activations = given.get("target"), given.get("activations", {})
-        kind = cast("Mapping[str, object]", target).get("format") if isinstance(target, Mapping) else None
-        kind = target.format if isinstance(target, Target) else kind
-        if kind not in UNSCALED_FORMATS or not isinstance(activations, Mapping) or "input_scale" in activations:
-            return given
-        return {**given, "activations": {**cast("Mapping[str, object]", activations), "input_scale": None}}
+        return with_default_input_scale(cast("Mapping[str, object]", data)) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

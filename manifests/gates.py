@@ -1,0 +1,131 @@
+"""The `validate` section: the gates of the sign-off.
+
+A section that stands in the manifest is a required gate unless it says `required: false`, and counts only if it ran on
+its `device`. A bound that is null is measured and reported, and judged by nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Strict, model_validator
+from requant.manifests.fields import Count, Flag, Location, Positive, Section, Text, fault, no_repeats
+
+__all__ = ["Device", "KernelsGate", "ModelGate", "NumericsGate", "ServingGate", "SpeedGate", "Validate"]
+
+Device = Literal["cpu", "cuda", "any"]
+
+
+class Gate(Section):
+    """A condition of the sign-off. One that stands in the manifest is required unless it says otherwise."""
+
+    required: Flag = Field(default=True, description="Whether the sign-off needs this gate to have run and passed.")
+    device: Device = Field(default="any", description="Device on which it must have run to count.")
+
+
+class NumericsGate(Gate):
+    """Bounds on the converted weights against the source, tensor by tensor. The comparison itself always runs."""
+
+    lossless: Literal["required", "report"] = Field(
+        default="report",
+        description="`required`: one lossy block fails the gate. `report`: they are counted, and bounded by the rest.",
+    )
+    max_lossy_tensors: Annotated[int, Strict(), Field(ge=0)] | None = Field(
+        default=None, description="How many of the source's quantized tensors may hold a lossy block."
+    )
+    min_sqnr_db: Positive | None = Field(
+        default=None, description="Least signal to quantization noise ratio of any one tensor, in dB."
+    )
+
+    @model_validator(mode="after")
+    def _no_slack(self) -> Self:
+        if self.lossless == "required" and self.max_lossy_tensors:
+            raise fault("max_lossy_tensors", "lossless: required allows none; write lossless: report to allow some")
+        return self
+
+
+class KernelsGate(Gate):
+    """The FP4 kernels on the converted weights, against float64."""
+
+    modules: Count | Literal["all"] = Field(default=32, description="How many modules to sample, or all.")
+    max_rel_error: Positive = Field(
+        default=5e-3, description="Largest relative error (Frobenius norm) of any path on any module."
+    )
+
+
+class ModelGate(Gate):
+    """The converted model against the source on the same tokens."""
+
+    text: Location = Field(description="File with the text to score, UTF-8.")
+    tokens: Count = Field(default=8192, description="How many tokens of it.")
+    max_kl: Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0)] | None = Field(
+        default=None, description="Largest mean KL divergence of the next-token distributions, in nats."
+    )
+    max_ppl_ratio: Positive | None = Field(
+        default=None, description="Largest perplexity, as a multiple of the source's."
+    )
+    trust_remote_code: Flag = Field(
+        default=False, description="Run Python code that the checkpoint carries. Never needed to convert."
+    )
+
+
+def _load_points(concurrency: tuple[int, ...], requests: tuple[int, ...]) -> None:
+    """Fault unless every concurrency has its number of requests, at least as large."""
+    if not concurrency:
+        raise fault("concurrency", "an empty list measures nothing; give at least one concurrency")
+    no_repeats("concurrency", concurrency)
+    if len(requests) != len(concurrency):
+        raise fault(
+            "requests", f"{len(requests)} numbers of requests for {len(concurrency)} concurrencies; give as many"
+        )
+    for index, (streams, count) in enumerate(zip(concurrency, requests, strict=True)):
+        if count < streams:
+            raise fault(
+                f"requests.{index}", f"{count} requests cannot keep {streams} streams busy; give {streams} or more"
+            )
+
+
+class SpeedGate(Gate):
+    """Tokens per second of the converted model, at each concurrency."""
+
+    device: Device = Field(default="cuda", description="Device on which it must have run to count.")
+    concurrency: tuple[Count, ...] = Field(default=(1, 8, 16), description="Streams that decode at a time.")
+    requests: tuple[Count, ...] = Field(default=(8, 32, 48), description="Requests to serve at each of them.")
+    baseline: Literal["source", "bf16"] = Field(default="source", description="What the speed is compared with.")
+    min_speedup: Positive | None = Field(default=None, description="Least speed, as a multiple of the baseline's.")
+
+    @model_validator(mode="after")
+    def _points(self) -> Self:
+        _load_points(self.concurrency, self.requests)
+        return self
+
+
+class ServingGate(Gate):
+    """A server with an OpenAI-compatible interface: one that runs (`endpoint`) or one to start (`launch`)."""
+
+    endpoint: Annotated[str, Strict(), Field(pattern=r"^https?://[^\s]+$")] | None = Field(
+        default=None, description="Address of a server that runs."
+    )
+    launch: Text | None = Field(default=None, description="Command that starts one; {model} and {port} are filled in.")
+    label: Text | None = Field(default=None, description="Name of the run in reports and comparisons.")
+    timeout_s: Positive = Field(default=900.0, description="Seconds to wait for the server to become healthy.")
+    concurrency: tuple[Count, ...] = Field(default=(1, 8, 16), description="Streams at a time.")
+    requests: tuple[Count, ...] = Field(default=(8, 32, 48), description="Requests to send at each of them.")
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Self:
+        if (self.endpoint is None) == (self.launch is None):
+            which = "neither is" if self.endpoint is None else "both are"
+            raise fault("", f"exactly one of endpoint and launch must be given; {which}")
+        _load_points(self.concurrency, self.requests)
+        return self
+
+
+class Validate(Section):
+    """The gates of the sign-off. The contract check and the comparison of numbers run whatever stands here."""
+
+    numerics: NumericsGate | None = Field(default=None, description="Bounds on the converted weights.")
+    kernels: KernelsGate | None = Field(default=None, description="FP4 kernels on the converted weights.")
+    model: ModelGate | None = Field(default=None, description="Accuracy of the model as a whole.")
+    speed: SpeedGate | None = Field(default=None, description="Decode speed of the model.")
+    serving: ServingGate | None = Field(default=None, description="A real server that loads the output.")

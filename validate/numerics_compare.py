@@ -1,0 +1,187 @@
+"""Tile by tile through two checkpoints: one paired weight or one copied tensor at a time, in bounded memory.
+
+`compare` runs the proof without decoding over all tiles. A second look over the same tiles is taken only where
+something needs it: a loss (for the signal in SQNR and the all-zero census), or exponents that span more than 14 over
+all blocks (then only the live ones count). What comes out is one `Result` per output weight, to be judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from requant.kernels.formats import E8M0_BIAS, MARLIN_WINDOW, NumberFormat
+from requant.validate.numerics_blocks import (
+    Planes,
+    Tally,
+    compare_codes,
+    compare_values,
+    live_blocks,
+    signal_energy,
+    steps_of,
+)
+from requant.validate.numerics_read import MappedReader
+from requant.validate.opened import Tensor
+from requant.validate.pairing import Copy, Pair, Weight
+
+__all__ = ["Result", "compare", "compare_copy", "look_again"]
+
+_TILE_BYTES: Final = 2 << 20
+"""Codes, or bytes of a copied tensor, read at a time and per side."""
+_TILE_VALUES: Final = 1 << 17
+"""Plain weights decoded at a time: 1 MB per float64 array."""
+
+
+@dataclass(slots=True)
+class Result:
+    """One output weight (all experts of a stack together).
+
+    k: least and largest exponent, over all blocks until the second look narrows it to the live ones; None without E8M0
+    scales or live blocks. source_live, output_live: any nonzero weight; taken for granted where nothing was lost.
+    """
+
+    name: str
+    pairs: list[Pair]
+    tally: Tally = field(default_factory=Tally)
+    k: tuple[int, int] | None = None
+    looked: bool = False
+    source_live: bool = True
+    output_live: bool = True
+
+    @property
+    def weights(self) -> int:
+        """Weights compared."""
+        return sum(pair.output.rows * pair.output.k for pair in self.pairs)
+
+    @property
+    def span(self) -> int | None:
+        """Largest minus least exponent."""
+        return None if self.k is None else self.k[1] - self.k[0]
+
+    @property
+    def rms_error(self) -> float:
+        """Root of the mean squared error over all weights, in weight units."""
+        return math.sqrt(self.tally.squared_error / self.weights) if self.weights else 0.0
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(signal / noise); None where nothing was lost, or where there was no signal."""
+        noise, signal = self.tally.squared_error, self.tally.signal
+        return 10 * (math.log10(signal) - math.log10(noise)) if noise > 0 and signal > 0 else None
+
+    def widen(self, low: int, high: int) -> None:
+        """Take in the exponents from low to high."""
+        self.k = (low, high) if self.k is None else (min(self.k[0], low), max(self.k[1], high))
+
+
+def compare(
+    name: str, pairs: list[Pair], before: MappedReader, after: MappedReader, advance: Callable[[int], None]
+) -> Result:
+    """Compare one output weight with its source. advance: told the bytes of source codes after each tile."""
+    result = Result(name, pairs)
+    plain = pairs[0].source.format is NumberFormat.BF16
+    if plain:
+        result.source_live = result.output_live = False
+    for pair in pairs:
+        for start, stop in _tiles(pair.source):
+            output = _planes(pair.output, after, start, stop)
+            if plain:
+                values = before.values(pair.source.codes, start, stop)
+                compare_values(values, output, result.tally)
+                result.source_live = result.source_live or bool(values.any())
+                result.output_live = result.output_live or bool((output.codes & 0x77).any())
+            else:
+                source = _planes(pair.source, before, start, stop)
+                compare_codes(source, output, result.tally)
+                if pair.source.format is NumberFormat.MXFP4:
+                    low, high = int(source.scales.min()), int(source.scales.max())
+                    result.widen(low - E8M0_BIAS, high - E8M0_BIAS)
+            advance((stop - start) * _row_bytes(pair.source))
+    if not plain and (not result.tally.lossless or (result.span or 0) > MARLIN_WINDOW):
+        look_again(result, before, after)
+    return result
+
+
+def look_again(result: Result, before: MappedReader, after: MappedReader) -> None:
+    """Fill in what only the codes tell: live exponents, liveness of both sides, and the signal if there was a loss."""
+    if result.looked or result.pairs[0].source.format is NumberFormat.BF16:
+        return
+    result.looked, result.k = True, None
+    result.source_live = result.output_live = False
+    for pair in result.pairs:
+        for start, stop in _tiles(pair.source):
+            source = _planes(pair.source, before, start, stop)
+            live = live_blocks(source.codes, source.group)
+            if live.any():
+                result.source_live = True
+                if pair.source.format is NumberFormat.MXFP4:
+                    exponents = source.scales[live]
+                    result.widen(int(exponents.min()) - E8M0_BIAS, int(exponents.max()) - E8M0_BIAS)
+            if not result.output_live:
+                result.output_live = bool((after.codes(pair.output.codes, start, stop) & 0x77).any())
+            if result.tally.squared_error:
+                result.tally.signal += signal_energy(source)
+
+
+def compare_copy(copy: Copy, before: MappedReader, after: MappedReader) -> str:
+    """The empty string if the output tensor holds the source's bytes, or else what is wrong with it."""
+    source, output = copy.source, copy.output
+    if copy.expert is not None:
+        rows = max(1, output.shape[0]) if output.shape else 1
+        same = source.dtype == output.dtype and np.array_equal(before.part(copy), after.rows(output, 0, rows))
+        return "" if same else f"differs from expert {copy.expert} of {source.name}"
+    if (source.dtype, source.shape) != (output.dtype, output.shape):
+        return (
+            f"is {output.dtype} {list(output.shape)}, its source {source.dtype} {list(source.shape)}, "
+            "and no conversion between the two is known"
+        )
+    for start, stop in _row_tiles(source):
+        ours, theirs = after.rows(output, start, stop), before.rows(source, start, stop)
+        if not np.array_equal(ours, theirs):
+            changed = int(np.count_nonzero(ours != theirs))
+            zeros = not any(after.rows(output, a, b).any() for a, b in _row_tiles(output))
+            what = "is all zeros, its source is not" if zeros else "differs from its source"
+            return f"{what}: {changed:,} bytes in rows {start:,} to {stop - 1:,}, the first that differ"
+    return ""
+
+
+def _planes(weight: Weight, reader: MappedReader, start: int, stop: int) -> Planes:
+    if weight.scales is None:
+        raise ValueError(f"{weight.module} has no block scales")
+    return Planes(
+        reader.codes(weight.codes, start, stop),
+        reader.codes(weight.scales, start, stop),
+        steps_of(weight.format, _global_scale(weight, reader)),
+        weight.format.group,
+    )
+
+
+def _global_scale(weight: Weight, reader: MappedReader) -> float:
+    """weight_scale_2, or the reciprocal of compressed-tensors' weight_global_scale; 1 for MXFP4. Zero gives NaN."""
+    if weight.global_scale is None:
+        return 1.0
+    value = reader.scalar(weight.global_scale)
+    if not weight.reciprocal:
+        return value
+    return 1.0 / value if value else math.nan
+
+
+def _row_bytes(weight: Weight) -> int:
+    return weight.k * 2 if weight.format is NumberFormat.BF16 else weight.k // 2
+
+
+def _tiles(weight: Weight) -> Iterator[tuple[int, int]]:
+    size, row = (_TILE_VALUES, weight.k) if weight.format is NumberFormat.BF16 else (_TILE_BYTES, weight.k // 2)
+    step = max(1, size // max(1, row))
+    for start in range(0, weight.rows, step):
+        yield start, min(start + step, weight.rows)
+
+
+def _row_tiles(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    rows = tensor.shape[0] if tensor.shape else 1
+    step = max(1, _TILE_BYTES * rows // max(1, tensor.nbytes))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

@@ -6,8 +6,9 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from requant.kernels.repack import (
     window_exponent,
 )
 from requant.manifests.errors import SourceError
+
+if TYPE_CHECKING:
+    from requant.kernels.quantize import ScaleChoice
 
 __all__ = ["Opened", "run_unit", "scale_tiles"]
 
@@ -49,7 +53,7 @@ def run_unit(plan: Plan, unit: Unit, files: Opened) -> dict[str, Any]:
         return {}
     if unit.kind == "repack":
         return _repack(plan, unit, files)
-    return _to_mxfp4(plan, unit, files)
+    return _quantize(plan, unit, files)
 
 
 def _copy(target: OutTensor, source: TensorInfo | Rows | bytes, files: Opened) -> None:
@@ -107,10 +111,7 @@ def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
         counts = _repack_by_halves(plan, unit, files, m)
     scalar = global_scale(m)
     for member in unit.members:
-        if member.out_global is not None:
-            target = plan.tensors[member.out_global]
-            value = np.float32(1.0) / scalar if member.reciprocal else scalar
-            write_all(files.output(target.shard), np.asarray(value, dtype="<f4").tobytes(), target.begin)
+        _write_global(plan, member, scalar, files)
     return {
         "group": unit.group,
         "m": m,
@@ -120,6 +121,13 @@ def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
         "lossy": counts.lossy,
         "below_marlin": counts.below_marlin,
     }
+
+
+def _write_global(plan: Plan, member: Member, scalar: np.float32, files: Opened) -> None:
+    if member.out_global is not None:
+        target = plan.tensors[member.out_global]
+        value = np.float32(1.0) / scalar if member.reciprocal else scalar
+        write_all(files.output(target.shard), np.asarray(value, dtype="<f4").tobytes(), target.begin)
 
 
 def _planes(member: Member) -> Rows:
@@ -251,32 +259,72 @@ def _repack_by_halves(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Cou
     return Counts(*(int(n) for n in counts))
 
 
-# --- floats -> MXFP4 --------------------------------------------------------------------------------------------------
+# --- floats -> MXFP4, NVFP4 -------------------------------------------------------------------------------------------
 
 _FLOATS: Final = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+"""How the quantizers take each dtype: BF16 as its bits."""
 
 
-def _to_mxfp4(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
-    from requant.kernels import quantize_mxfp4
+def _float_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[Any]]]:
+    """(first row, values [n, K]) of a plain weight."""
+    dtype = _FLOATS[member.codes.tensor.dtype]
+    for first, raw in _tiles(member.codes, files):
+        yield first, np.ascontiguousarray(raw).view(dtype)
 
+
+def _quantize(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+    """A fused group of plain weights: for NVFP4 first the amax that they share, then codes and block scales."""
+    from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
+
+    choice = quantizer_choice(unit.scale)
+    s2 = nvfp4_global_scale(_group_amax(unit, files), choice) if unit.kind == "to-nvfp4" else None
     weights = 0
     for member in unit.members:
-        source = member.codes.tensor
-        dtype = _FLOATS[source.dtype]
         out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
-        for first, raw in _tiles(member.codes, files):
-            tile = np.ascontiguousarray(raw).view(dtype)
+        for first, tile in _float_tiles(member, files):
             codes = np.empty((tile.shape[0], member.cols // 2), dtype=np.uint8)
-            scales = np.empty((tile.shape[0], member.cols // 32), dtype=np.uint8)
-            bad = quantize_mxfp4.quantize_mxfp4(tile, codes, scales)
-            if bad >= 0:
-                row, column = first + bad // member.cols, bad % member.cols
-                raise SourceError(
-                    f"value at row {row}, column {column} is NaN or infinite",
-                    where=f"{source.file}: {source.name}",
-                    hint="no FP4 code stands for it: the source is corrupt, or this layer must be kept",
-                )
+            scales = np.empty((tile.shape[0], out_scales.nbytes // member.rows), dtype=np.uint8)
+            with _named(member, first):
+                if s2 is None:
+                    bf16_to_mxfp4(tile, codes, scales)
+                else:
+                    bf16_to_nvfp4(tile, s2, codes, scales, choice)
             write_all(files.output(out_codes.shard), codes, out_codes.begin + first * codes.shape[1])
             write_all(files.output(out_scales.shard), scales, out_scales.begin + first * scales.shape[1])
+        if s2 is not None:
+            _write_global(plan, member, s2, files)
         weights += member.rows * member.cols
     return {"group": unit.group, "weights": weights}
+
+
+def _group_amax(unit: GroupUnit, files: Opened) -> float:
+    from requant.kernels.quantize import amax
+
+    largest = 0.0
+    for member in unit.members:
+        for first, tile in _float_tiles(member, files):
+            with _named(member, first):
+                largest = max(largest, amax(tile))
+    return largest
+
+
+def quantizer_choice(scale: str) -> ScaleChoice:
+    """A manifest's scale choice as the quantizers know it."""
+    choices: dict[str, ScaleChoice] = {"mse": "mse", "four-over-six": "four-over-six"}
+    return choices.get(scale, "nearest")
+
+
+@contextmanager
+def _named(member: Member, first: int) -> Generator[None]:
+    """Give a NaN or infinity that a quantizer met its place in the source."""
+    from requant.kernels.quantize import NonFiniteError
+
+    try:
+        yield
+    except NonFiniteError as error:
+        tensor = member.codes.tensor
+        raise SourceError(
+            f"value at row {first + error.row}, column {error.column} is NaN or infinite",
+            where=f"{tensor.file}: {tensor.name}",
+            hint="no FP4 code stands for it: the source is corrupt, or this layer must be kept",
+        ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from requant.manifests.errors import EnvironmentFault, SourceError
 
@@ -12,7 +14,7 @@ __all__ = ["fetch"]
 def fetch(repo: str, revision: str) -> tuple[Path, str]:
     """(snapshot folder, commit) of `repo` at `revision`. The Hub cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE hold
     as for any user of huggingface_hub. SourceError if the repository, revision or file is not there."""
-    from huggingface_hub import snapshot_download
+    hub: Any = import_module("huggingface_hub")  # its signatures are only partly typed
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -23,7 +25,7 @@ def fetch(repo: str, revision: str) -> tuple[Path, str]:
 
     ignore = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "metal/*"]
     try:
-        folder = Path(snapshot_download(repo, revision=revision, ignore_patterns=ignore))
+        folder = Path(hub.snapshot_download(repo, revision=revision, ignore_patterns=ignore))
     except GatedRepoError as error:
         raise SourceError(
             "is gated", where=repo, hint="accept its terms on the Hub and log in with `hf auth login` or HF_TOKEN"

@@ -72,9 +72,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupUnit:
-    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4) or `to-mxfp4` (float -> MXFP4)."""
+    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `to-mxfp4` or `to-nvfp4` (from floats)."""
 
     kind: str
+    scale: str
     group: str
     members: tuple[Member, ...]
     nbytes: int
@@ -115,6 +116,11 @@ class Plan:
     dropped: tuple[str, ...]
     target_format: str
     input_scale_note: str
+
+    @cached_property
+    def groups(self) -> tuple[GroupUnit, ...]:
+        """The units that compute."""
+        return tuple(unit for unit in self.units if isinstance(unit, GroupUnit))
 
     @property
     def bytes_in(self) -> int:
@@ -177,7 +183,7 @@ class _Builder:
             self.units.append(CopyUnit(tuple(self._pieces), self._bytes))
             self._pieces, self._bytes = [], 0
 
-    def group(self, kind: str, group: str, parts: Sequence[Part], scales: InputScales) -> None:
+    def group(self, kind: str, scale: str, parts: Sequence[Part], scales: InputScales) -> None:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
         members: list[Member] = []
         for part in parts:
@@ -197,7 +203,7 @@ class _Builder:
                 )
             )
         nbytes = sum(m.codes.nbytes + (m.scales.nbytes if m.scales else 0) for m in members)
-        self.units.append(GroupUnit(kind, group, tuple(members), nbytes))
+        self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes))
         value = scales.of_group([part.module for part in parts]) if any(p.out_input for p in parts) else None
         for part in parts:
             if part.out_input and value is not None:
@@ -220,12 +226,18 @@ def make_plan(
     scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
     parts_by_group: dict[str, list[Part]] = {}
     groups_of: dict[str, list[str]] = {}
+    kinds: dict[str, tuple[str, str]] = {}
+    choices: dict[str, str] = {}
     for weight in converting:
         keys: dict[str, None] = {}
         for part in parts_of(weight, target, manifest.target.layout, with_input):
             parts_by_group.setdefault(part.group, []).append(part)
             keys[part.group] = None
         groups_of[weight.module] = list(keys)
+        scale = manifest.layers[decisions[weight.module].rule].scale
+        for group in keys:
+            _refuse_mixed(group, (weight.format, scale), kinds.setdefault(group, (weight.format, scale)))
+            choices[group] = scale
     uses = [RuleUse() for _ in manifest.layers]
     builder, dropped, done = _Builder(), list[str](), set[str]()
     converted_modules = {w.module for w in converting}
@@ -245,7 +257,7 @@ def make_plan(
             for group in groups_of[module]:
                 if group not in done:
                     done.add(group)
-                    builder.group(_kind(weight, target), group, parts_by_group[group], scales)
+                    builder.group(_kind(weight, target), choices[group], parts_by_group[group], scales)
         else:
             out = builder.add(Output(tensor.name, tensor.dtype, tensor.shape), tensor.name)
             builder.piece(out, tensor)
@@ -333,19 +345,33 @@ def _check_conversions(
 
 
 def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> None:
-    supported = {("mxfp4", "nvfp4"): ("lossless",), ("plain", "mxfp4"): ("nearest",)}
+    supported = {
+        ("mxfp4", "nvfp4"): ("lossless",),
+        ("plain", "mxfp4"): ("nearest",),
+        ("plain", "nvfp4"): ("nearest", "four-over-six", "mse"),
+    }
     choices = supported.get((weight.format, target))
     if choices is None:
         raise UsageError(
             f"{weight.format} -> {target} is not a conversion this version makes",
             where=where,
-            hint="it makes MXFP4 -> NVFP4 and BF16, F16 or F32 -> MXFP4; keep this layer, or narrow the rule",
+            hint="it makes MXFP4 -> NVFP4, and both of them from BF16, F16 or F32; keep this layer, or narrow the rule",
         )
     if scale not in choices:
         raise UsageError(
             f"scale: {scale} is not available for {weight.format} -> {target}",
             where=where,
             hint=f"use scale: {' or '.join(choices)}",
+        )
+
+
+def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Weights that a runtime fuses must come from one format by one choice of scales."""
+    if one != other:
+        raise UsageError(
+            f"its members differ: {' with scale '.join(one)} and {' with scale '.join(other)}",
+            where=f"fused group {group}",
+            hint="runtimes load these weights as one: convert them by one rule, or keep them all",
         )
 
 

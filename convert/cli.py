@@ -1,0 +1,403 @@
+"""The command line: `convert MANIFEST` does everything; `requant VERB` does one thing.
+
+Results go to stdout, progress and messages to stderr. Errors of the user's world are one message and an exit code of
+their own (manifests/errors.py); anything else is a bug and says so. Nothing heavy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+from requant.manifests.errors import EnvironmentFault, ExitCode, NotSignedOffError, RequantError, UsageError
+
+if TYPE_CHECKING:
+    from requant.convert.execute import RunResult
+    from requant.convert.pipeline import Job
+    from requant.manifests.schema import Manifest
+    from requant.validate.signoff import SignOff
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="requant",
+    help=(
+        "Turn a published LLM checkpoint into another number format and prove the result.\n\n"
+        "`convert MANIFEST` (or `requant MANIFEST`) plans, converts, validates and reports; MANIFEST is a YAML file or "
+        "the name of a built-in one. The verbs below do one stage each."
+    ),
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+log = logging.getLogger("requant")
+
+
+class Format(StrEnum):
+    """How results are printed."""
+
+    HUMAN = "human"
+    JSON = "json"
+
+
+ManifestArg = Annotated[str, typer.Argument(metavar="MANIFEST", help="A manifest file, or the name of a built-in one.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. source.path=/models/x (repeatable)."),
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="Form of the result on stdout.")]
+VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Say more on stderr; tracebacks for bugs.")]
+LogOption = Annotated[Path | None, typer.Option("--log-file", help="Write the log to this file too.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace a finished output of ours, or discard an unfinished one.")
+]
+FolderArg = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint folder.")]
+
+
+def _emit(value: dict[str, Any] | list[Any], form: Format, human: Callable[[], str]) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False) if form is Format.JSON else human())
+
+
+def _log_to(verbose: bool, log_file: Path | None) -> None:
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log.handlers.clear()
+    if verbose:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+    if log_file is not None:
+        handler = logging.FileHandler(log_file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
+    log.propagate = False
+
+
+@app.command()
+def convert(
+    manifest: ManifestArg,
+    sets: SetOption = None,
+    force: ForceOption = False,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Plan, run, validate and report. The default verb: `convert MANIFEST` needs no `convert`."""
+    from requant.convert.pipeline import prepare
+    from requant.convert.show import plan_text
+
+    _log_to(verbose, log_file)
+    job = prepare(manifest, sets or [])
+    if form is Format.HUMAN:
+        typer.echo(plan_text(job.plan, job.seconds))
+    _run(job, force, quiet)
+    signed = _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
+    _report(signed, form)
+
+
+@app.command()
+def check(
+    manifest: ManifestArg,
+    sets: SetOption = None,
+    form: FormatOption = Format.HUMAN,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Check a manifest alone: every error at once, with file, line and column."""
+    from requant.manifests.load import load_manifest
+
+    _log_to(verbose, log_file)
+    loaded = load_manifest(manifest, sets or [])
+    facts = {"manifest": str(loaded.path), "name": loaded.manifest.name, "sha256": loaded.sha256, "valid": True}
+    _emit(
+        facts, form, lambda: f"{loaded.path}: valid\n\n{loaded.resolved_yaml}" if verbose else f"{loaded.path}: valid"
+    )
+
+
+@app.command()
+def plan(
+    manifest: ManifestArg,
+    sets: SetOption = None,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Also read the scale planes and forecast what will be lossless.")
+    ] = False,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Say what a conversion will do, from the headers alone. Writes nothing."""
+    from requant.convert.pipeline import prepare
+    from requant.convert.show import forecast_json, forecast_text, plan_json, plan_text
+
+    _log_to(verbose, log_file)
+    job = prepare(manifest, sets or [])
+    facts = plan_json(job.plan)
+    text = plan_text(job.plan, job.seconds)
+    if scan:
+        from requant.convert.scan import scan as read_scales
+
+        total = sum(m.scales.nbytes for u in job.plan.groups for m in u.members if m.scales)
+        with _bar(total, "scan", quiet) as progress:
+            forecasts = read_scales(job.plan, progress)
+        facts["scan"] = forecast_json(forecasts)
+        text += "\n\n" + forecast_text(forecasts)
+    _emit(facts, form, lambda: text)
+
+
+@app.command()
+def run(
+    manifest: ManifestArg,
+    sets: SetOption = None,
+    force: ForceOption = False,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Convert only; run `validate` afterwards. An interrupted run goes on where it stopped."""
+    from requant.convert.pipeline import prepare
+    from requant.convert.show import result_json, result_text
+
+    _log_to(verbose, log_file)
+    job = prepare(manifest, sets or [])
+    result = _run(job, force, quiet)
+    _emit(result_json(job.plan, result), form, lambda: result_text(job.plan, result))
+
+
+@app.command()
+def validate(
+    output: FolderArg,
+    manifest: Annotated[
+        str | None, typer.Option("--manifest", help="Gates from this manifest instead of the one in the folder.")
+    ] = None,
+    sets: SetOption = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Run only this stage (repeatable); the rest is `not run`.")
+    ] = None,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Judge a finished output: loader contracts, numbers against the source, and the manifest's gates; sign off."""
+    from requant.convert.finished import open_finished
+
+    _log_to(verbose, log_file)
+    done = open_finished(output, manifest, sets or [])
+    _report(_validate(output, done.source, done.manifest, only=only, quiet=quiet), form)
+
+
+@app.command()
+def report(output: FolderArg, form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) -> None:
+    """Print the sign-off that stands in a folder."""
+    from requant.validate.report import text_report
+    from requant.validate.signoff import read_signoff, verify_signoff
+
+    _log_to(verbose, None)
+    signed = read_signoff(output)
+    stale = verify_signoff(output)
+    facts = {**signed.to_json(), "files_changed_since": list(stale)}
+    note = "".join(f"\nCHANGED SINCE THE SIGN-OFF: {entry}" for entry in stale)
+    _emit(facts, form, lambda: text_report(signed) + note)
+    if stale or not signed.signed_off:
+        raise NotSignedOffError(
+            "the files are not those that were judged" if stale else "the sign-off did not pass",
+            where=str(output),
+            hint=f"run `requant validate {output}`" if stale else "the table above names the gates",
+        )
+
+
+@app.command()
+def inspect(folder: FolderArg, form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) -> None:
+    """What is in this checkpoint: layout, formats, modules, bytes. Reads headers only."""
+    from requant.convert.checkpoint import open_checkpoint
+    from requant.convert.inspect import census, census_text
+
+    _log_to(verbose, None)
+    facts = census(open_checkpoint(folder))
+    _emit(facts, form, lambda: census_text(facts, verbose))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor. Exit code 0 whatever it finds; the result says it."""
+    from requant.convert.checkpoint import open_checkpoint
+    from requant.convert.diff import compare, diff_text
+
+    _log_to(verbose, None)
+    left, right = open_checkpoint(a), open_checkpoint(b)
+    with _bar(left.total_bytes, "diff", quiet) as progress:
+        result = compare(left, right, progress)
+    _emit(result.to_json(), form, lambda: diff_text(result, verbose))
+
+
+@app.command()
+def init(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint folder, or owner/name on the Hub.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the manifest here.")] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Write a manifest for a checkpoint, from its headers."""
+    from requant.convert.initial import initial_manifest
+
+    _log_to(verbose, None)
+    text = initial_manifest(source)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    if output.exists():
+        raise UsageError("exists already", where=str(output), hint="choose another name for the manifest")
+    output.write_text(text)
+    typer.echo(f"wrote {output}; next: requant plan {output}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of manifests (for editors)."""
+    from requant.manifests.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def doctor(form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) -> None:
+    """What this machine offers: Python, packages, GPU, and which kernel paths run, compile, or are unavailable."""
+    from requant.convert.doctor import diagnose, doctor_text
+
+    _log_to(verbose, None)
+    facts = diagnose()
+    _emit(facts, form, lambda: doctor_text(facts))
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+class _bar:  # noqa: N801 - reads as the `with` statement it is used in
+    """A tqdm bar on stderr over bytes; silent when asked or when stderr is no terminal and the log is elsewhere."""
+
+    def __init__(self, total: int, label: str, quiet: bool) -> None:
+        self._total, self._label, self._quiet = total, label, quiet
+        self._tqdm: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        from tqdm import tqdm
+
+        self._tqdm = tqdm(
+            total=self._total,
+            desc=self._label,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=self._quiet,
+            mininterval=0.2,
+            dynamic_ncols=True,
+        )
+        return self._tqdm.update
+
+    def __exit__(self, *_: object) -> None:
+        self._tqdm.close()
+
+
+def _run(job: Job, force: bool, quiet: bool) -> RunResult:
+    from requant.convert.pipeline import run_job
+
+    with _bar(job.plan.bytes_in, "convert", quiet) as progress:
+        result = run_job(job, force=force, progress=progress)
+    log.info("wrote %s (%d units, %d done by an earlier run)", job.plan.output, len(job.plan.units), result.resumed)
+    return result
+
+
+def _validate(output: Path, source: Path, manifest: Manifest, *, only: Sequence[str] | None, quiet: bool) -> SignOff:
+    from requant.validate.stages import validate_output
+
+    def bar(total: int, label: str) -> _bar:
+        return _bar(total, label, quiet)
+
+    return validate_output(output, source, manifest, only=only, bar=bar)
+
+
+def _report(signed: SignOff, form: Format) -> None:
+    from requant.validate.report import text_report
+
+    _emit(signed.to_json(), form, lambda: text_report(signed))
+    if not signed.signed_off:
+        raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+_DEFAULT_VERB: Final = "convert"
+
+
+def _with_verb(arguments: Sequence[str]) -> list[str]:
+    """`convert MANIFEST ...` without a verb means the whole pipeline."""
+    verbs = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    first = arguments[0] if arguments else "--help"
+    if first in verbs or first in ("-h", "--help", "--version"):
+        return list(arguments)
+    return [_DEFAULT_VERB, *arguments]
+
+
+def _fail(error: RequantError) -> NoReturn:
+    log.error("%s", error)
+    typer.echo(f"error: {error.render()}", err=True)
+    sys.exit(int(error.exit_code))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of `convert` and `requant`."""
+    argv = _with_verb(sys.argv[1:] if arguments is None else arguments)
+    if argv and argv[0] == "--version":
+        from importlib.metadata import version
+
+        typer.echo(f"requant {version('requant')}")
+        sys.exit(0)
+    try:
+        app(argv, standalone_mode=False)
+    except RequantError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: run the same command again to go on where it stopped", err=True)
+        sys.exit(int(ExitCode.INTERRUPTED))
+    except typer.Abort:
+        sys.exit(int(ExitCode.INTERRUPTED))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except ModuleNotFoundError as error:
+        _fail(EnvironmentFault(f"the package {error.name} is missing", hint="install the extra that README.md names"))
+    except Exception as error:
+        shown = getattr(error, "show", None)
+        if callable(shown):  # a usage error of the command line library
+            shown()
+            sys.exit(int(ExitCode.USAGE))
+        if log.isEnabledFor(logging.DEBUG):
+            raise
+        log.exception("bug")
+        typer.echo(
+            f"bug: {type(error).__name__}: {error}\n  -> please report it, with `-v` for the traceback", err=True
+        )
+        sys.exit(int(ExitCode.BUG))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A finished output read back: its manifest, its lock, and where its source is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from requant.convert.checkpoint import read_json
+from requant.convert.hub import fetch
+from requant.convert.pipeline import LOCK_FILE, MANIFEST_FILE
+from requant.manifests.errors import SourceError
+from requant.manifests.load import load_manifest
+from requant.manifests.schema import Manifest
+
+__all__ = ["Finished", "open_finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An output with what it was made from."""
+
+    output: Path
+    source: Path
+    manifest: Manifest
+
+
+def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[str] = ()) -> Finished:
+    """Find manifest and source of `output`. SourceError if it is no finished output of ours or the source is gone."""
+    if not output.is_dir():
+        raise SourceError("is not a folder", where=str(output), hint="give the folder that `requant run` wrote")
+    if not (output / LOCK_FILE).exists():
+        raise SourceError(
+            f"{LOCK_FILE} is missing",
+            where=str(output),
+            hint="not a finished output of requant: only those can be judged against their source",
+        )
+    lock = read_json(output / LOCK_FILE, LOCK_FILE)
+    loaded = load_manifest(manifest_ref or output / MANIFEST_FILE, sets)
+    source = loaded.manifest.source
+    recorded = cast("dict[str, Any]", lock.get("source") or {})
+    if source.path is not None:
+        root = Path(source.path).expanduser()
+    else:
+        root, _ = fetch(str(source.repo), str(recorded.get("commit") or source.revision))
+    if not root.is_dir():
+        raise SourceError(
+            "the source is not there any more",
+            where=str(root),
+            hint="bring it back, or say where it is now with --set source.path=FOLDER",
+        )
+    return Finished(output, root, loaded.manifest)

@@ -1,0 +1,102 @@
+"""`requant init`: a manifest for a checkpoint, from what its headers say. It loads as it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from requant.convert.checkpoint import Catalogue, open_checkpoint
+from requant.convert.hub import fetch
+from requant.convert.inspect import pattern_of
+from requant.convert.layouts.base import SourceWeight
+from requant.convert.layouts.reading import recognise
+from requant.manifests.errors import SourceError
+from requant.manifests.render import CommentedRule, render_manifest
+from requant.manifests.schema import LayerRule, Runtime, SourceLayout, TargetFormat, TargetLayout
+
+__all__ = ["initial_manifest"]
+
+_LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def initial_manifest(source: str) -> str:
+    """YAML for the checkpoint in folder `source`, or on the Hub as owner/name. SourceError if nothing can be made."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        catalogue, repo = open_checkpoint(path), None
+    elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        catalogue, repo = open_checkpoint(fetch(source, "main")[0]), source
+    else:
+        raise SourceError("is not a folder", where=source, hint="give a checkpoint folder, or owner/name on the Hub")
+    layout, reason = recognise(catalogue, "auto")
+    weights = list(layout.weights(catalogue))
+    packed = [w for w in weights if w.format == "mxfp4"]
+    rules = _packed_rules(packed, layout.name) if packed else _plain_rules(weights)
+    target: TargetFormat = "nvfp4" if packed else "mxfp4"
+    target_layout, runtimes = _target(catalogue, layout.name, bool(packed))
+    base = (repo or path.resolve().name).rpartition("/")[2]
+    return render_manifest(
+        f"{base.lower()}-{target}",
+        layout=_known(layout.name),
+        rules=rules,
+        repo=repo,
+        path=None if repo else str(path),
+        target_format=target,
+        target_layout=target_layout,
+        runtimes=runtimes,
+        why=f"Recognised as {layout.name}: {reason}.",
+    )
+
+
+def _known(name: str) -> SourceLayout:
+    names: dict[str, SourceLayout] = {
+        "deepseek-v4": "deepseek-v4",
+        "gpt-oss": "gpt-oss",
+        "compressed-tensors": "compressed-tensors",
+        "modelopt": "modelopt",
+        "quark": "quark",
+        "plain": "plain",
+    }
+    return names[name]
+
+
+def _target(catalogue: Catalogue, layout: str, packed: bool) -> tuple[TargetLayout, tuple[Runtime, ...]]:
+    """The writing layout and the runtimes known to read it for this family (formats.md 3 and 4)."""
+    if not packed:
+        return "compressed-tensors", ("vllm", "transformers")
+    if layout == "gpt-oss" or "text_config" in catalogue.config:
+        return "modelopt", ()
+    return "modelopt", ("vllm", "sglang")
+
+
+def _packed_rules(packed: list[SourceWeight], layout: str) -> list[CommentedRule]:
+    """One rule per pattern of packed modules; draft layers of DeepSeek-V4 stay as their producer made them."""
+    rules: list[CommentedRule] = []
+    patterns = dict.fromkeys(_glob(w.module) for w in packed)
+    for pattern in patterns:
+        if layout == "deepseek-v4" and pattern.startswith("mtp."):
+            continue
+        rules.append(CommentedRule(LayerRule(match=pattern, to="nvfp4", scale="lossless")))
+    rules.append(CommentedRule(LayerRule(match="*", to="keep"), "everything else, byte for byte"))
+    return rules
+
+
+def _glob(module: str) -> str:
+    """The pattern of a module name; the last part of a name (w1, gate_proj) is opened up for routed experts."""
+    pattern = pattern_of(module)
+    head, mark, tail = pattern.partition(".experts.*.")
+    return f"{head}.experts.*" if mark and "." not in tail else pattern
+
+
+def _plain_rules(weights: list[SourceWeight]) -> list[CommentedRule]:
+    """The linear layers of attention and MLP; embeddings, heads and norms stay."""
+    found = dict.fromkeys(w.module.rpartition(".")[2] for w in weights if w.module.rpartition(".")[2] in _LINEARS)
+    if not found:
+        raise SourceError(
+            "no linear layer of a known name",
+            where="the checkpoint",
+            hint="write the manifest by hand: `requant inspect` lists the modules",
+        )
+    rules = [CommentedRule(LayerRule(match=f"*.{leaf}", to="mxfp4", scale="nearest")) for leaf in found]
+    rules.append(CommentedRule(LayerRule(match="*", to="keep"), "embeddings, heads and norms, byte for byte"))
+    return rules

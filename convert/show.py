@@ -1,0 +1,228 @@
+"""Plans, forecasts and results as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from requant.convert.execute import RunResult, default_workers
+from requant.convert.pipeline import summarize
+from requant.convert.plan import CopyUnit, Plan
+from requant.convert.scan import GroupForecast
+
+__all__ = [
+    "forecast_json",
+    "forecast_text",
+    "plan_json",
+    "plan_text",
+    "result_json",
+    "result_text",
+    "size_text",
+    "table",
+]
+
+ASSUMED_GBPS: Final = 1.0
+"""Disk throughput (GB of source per second) behind the time estimate, said in the plan."""
+BASE_MEMORY: Final = 120 * 2**20
+"""Interpreter, numpy and the plan of a large checkpoint; measured in tests/bench."""
+PER_WORKER: Final = 24 * 2**20
+"""Tiles in flight of one worker: codes, scales, and their results."""
+
+
+def size_text(nbytes: int) -> str:
+    """A size as people write it, decimal units."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned; those after the first two to the right where they hold numbers."""
+    cells = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    numeric = [
+        bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(head))
+    ]
+    lines = [
+        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> int:
+    stacked = max(
+        (m.codes.nbytes // m.transposed * 2 for u in plan.groups for m in u.members if m.transposed), default=0
+    )
+    return BASE_MEMORY + _workers(plan) * (PER_WORKER + stacked)
+
+
+def _workers(plan: Plan) -> int:
+    workers = plan.manifest.execute.workers
+    return default_workers() if workers == "auto" else workers
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan's facts."""
+    copied = sum(u.nbytes for u in plan.units if isinstance(u, CopyUnit))
+    return {
+        "name": plan.manifest.name,
+        "source": {
+            "layout": plan.layout,
+            "reason": plan.layout_reason,
+            "shards": len(plan.catalogue.shards),
+            "tensors": len(plan.catalogue.tensors),
+            "bytes": plan.catalogue.total_bytes,
+            "ignored": [list(entry) for entry in plan.catalogue.ignored],
+            "sidecars": len(plan.catalogue.sidecars),
+        },
+        "target": {
+            "format": plan.target_format,
+            "layout": plan.manifest.target.layout,
+            "output": str(plan.output),
+            "shards": len(plan.shards),
+            "tensors": len(plan.tensors),
+            "bytes": plan.bytes_out,
+            "input_scale": plan.input_scale_note,
+        },
+        "rules": [
+            {
+                "match": rule.match,
+                "to": rule.to,
+                "scale": rule.scale,
+                "tensors": use.tensors,
+                "bytes_in": use.bytes_in,
+                "bytes_out": use.bytes_out,
+                "notes": use.notes,
+            }
+            for rule, use in zip(plan.manifest.layers, plan.rules, strict=True)
+        ],
+        "units": {"groups": len(plan.groups), "copied_bytes": copied},
+        "dropped": list(plan.dropped),
+        "needs": {
+            "disk_bytes": plan.bytes_out,
+            "memory_bytes": _memory(plan),
+            "workers": _workers(plan),
+            "seconds": round(plan.bytes_in / ASSUMED_GBPS / 1e9, 1),
+            "assumed_gb_per_s": ASSUMED_GBPS,
+        },
+        "plan_sha256": plan.sha256,
+    }
+
+
+def plan_text(plan: Plan, seconds: float) -> str:
+    """The plan as a page."""
+    facts = plan_json(plan)
+    source, target, needs = facts["source"], facts["target"], facts["needs"]
+    lines = [
+        f"{plan.manifest.name}: {plan.layout} -> {plan.target_format} ({target['layout']})",
+        f"  source  {plan.catalogue.root}",
+        f"          {source['tensors']:,} tensors, {source['shards']} shards, {size_text(source['bytes'])}; "
+        f"layout {plan.layout} ({plan.layout_reason})",
+        f"  output  {plan.output}",
+        f"          {target['tensors']:,} tensors, {target['shards']} shards, {size_text(target['bytes'])}",
+        "",
+    ]
+    rows = [
+        [
+            f"{index}",
+            rule.match,
+            rule.to + (f" ({rule.scale})" if rule.to not in ("keep", "drop") else ""),
+            f"{use.tensors:,}",
+            size_text(use.bytes_in),
+            size_text(use.bytes_out),
+        ]
+        for index, (rule, use) in enumerate(zip(plan.manifest.layers, plan.rules, strict=True))
+    ]
+    lines.append(table(["rule", "match", "to", "tensors", "bytes in", "bytes out"], rows))
+    for index, use in enumerate(plan.rules):
+        lines += [f"  rule {index}: {count:,} tensors, {note}" for note, count in use.notes.items()]
+    lines.append("")
+    if plan.groups:
+        lines.append(f"  {len(plan.groups):,} fused groups to compute; activation scale: {plan.input_scale_note}")
+    if plan.dropped:
+        lines.append(f"  dropped by rule: {', '.join(plan.dropped[:5])}{' ...' if len(plan.dropped) > 5 else ''}")
+    lines += [f"  not taken: {path} ({reason})" for path, reason in plan.catalogue.ignored]
+    lines.append(
+        f"  needs {size_text(needs['disk_bytes'])} of disk, about {size_text(needs['memory_bytes'])} of memory with "
+        f"{needs['workers']} workers, about {needs['seconds']:.0f} s at {ASSUMED_GBPS:g} GB/s"
+    )
+    lines.append(f"  planned in {seconds:.2f} s")
+    return "\n".join(lines)
+
+
+def forecast_json(forecasts: Sequence[GroupForecast]) -> dict[str, Any]:
+    """Totals and the groups that are not certain."""
+    open_groups = [f for f in forecasts if not f.certain]
+    return {
+        "groups": len(forecasts),
+        "certainly_lossless": len(forecasts) - len(open_groups),
+        "blocks": sum(f.blocks for f in forecasts),
+        "outside_native_at_most": sum(f.outside_native for f in forecasts),
+        "outside_marlin_at_most": sum(f.outside_marlin for f in forecasts),
+        "not_certain": [
+            {
+                "group": f.group,
+                "modules": list(f.modules),
+                "k_min": f.k_min,
+                "k_max": f.k_max,
+                "blocks": f.blocks,
+                "outside_native_at_most": f.outside_native,
+                "outside_marlin_at_most": f.outside_marlin,
+            }
+            for f in open_groups
+        ],
+    }
+
+
+def forecast_text(forecasts: Sequence[GroupForecast], limit: int = 20) -> str:
+    """The forecast as a table of the groups that need a look at their codes."""
+    facts = forecast_json(forecasts)
+    lines = [
+        f"scan: {facts['certainly_lossless']:,} of {facts['groups']:,} fused groups are certainly lossless under both "
+        f"windows (span of exponents <= 14)",
+    ]
+    worst = sorted((f for f in forecasts if not f.certain), key=lambda f: -f.outside_native)
+    if worst:
+        lines.append("  the others depend on their codes; upper bounds, in 32-blocks:")
+        rows = [
+            [
+                f.group,
+                f"{f.k_max - f.k_min}",
+                f"{f.blocks:,}",
+                f"{f.outside_native:,}",
+                f"{f.outside_marlin:,}",
+            ]
+            for f in worst[:limit]
+        ]
+        lines.append(table(["group", "span", "blocks", "outside native", "outside Marlin"], rows))
+        if len(worst) > limit:
+            lines.append(f"  ... and {len(worst) - limit} more (--format json lists all)")
+    return "\n".join(lines)
+
+
+def result_json(plan: Plan, result: RunResult) -> dict[str, Any]:
+    """What a run did."""
+    return {"output": str(result.output), "resumed_units": result.resumed, **summarize(plan, result)}
+
+
+def result_text(plan: Plan, result: RunResult) -> str:
+    """What a run did, in a few lines."""
+    facts = summarize(plan, result)
+    lines = [f"wrote {result.output}: {len(plan.shards)} shards, {size_text(plan.bytes_out)}"]
+    blocks = facts["exact"] + facts["shifted"] + facts["lossy"]
+    if blocks:
+        lines.append(
+            f"  16-blocks: {facts['exact']:,} exact, {facts['shifted']:,} exact by shift, {facts['lossy']:,} lossy "
+            f"of {blocks:,}; {facts['below_marlin']:,} scales below Marlin's 2^-6"
+        )
+    if facts["weights_quantized"]:
+        lines.append(f"  weights quantized: {facts['weights_quantized']:,}")
+    if result.resumed:
+        lines.append(f"  {result.resumed} units had been done by an earlier run")
+    lines.append(f"  next: requant validate {result.output}")
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ Everything is decided in integers, the same on every engine, device and worker c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,9 +41,11 @@ __all__ = [
     "MAX_DOUBLINGS",
     "Choice",
     "Counts",
+    "Repacked",
     "choose_exponent",
     "find_nan_scale",
     "global_scale",
+    "repack",
     "scale_pair_table",
     "window_exponent",
 ]
@@ -176,6 +178,51 @@ def choose_exponent(hist: NDArray[np.int64], lossy_cost: Callable[[int], tuple[i
         ranked.append(((below, _exact_sum(error), -m), m, counts))
     _, m, counts = min(ranked, key=lambda entry: entry[0])
     return Choice(m, counts, k_min, k_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """A fused group in NVFP4: global scale 2^m, and per member codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
+
+    m: int
+    members: tuple[tuple[NDArray[np.uint8], NDArray[np.uint8]], ...]
+    counts: Counts
+
+
+def repack(members: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Repacked:
+    """MXFP4 -> NVFP4 for a fused group in memory: members are (codes uint8 [N, K/2], E8M0 bytes uint8 [N, K/32]).
+
+    The converter does the same in tiles from disk (convert/compute.py). ValueError for a NaN scale (255).
+    """
+    from requant.kernels import repack_jit
+
+    for index, (_, scales) in enumerate(members):
+        hit = find_nan_scale(scales)
+        if hit is not None:
+            raise ValueError(f"member {index}: E8M0 scale 255 (NaN) at row {hit[0]}, block {hit[1]}")
+    low = min((int(scales.min()) for _, scales in members if scales.size), default=0)
+    high = max((int(scales.max()) for _, scales in members if scales.size), default=0)
+    m = window_exponent(low, high)
+    if m is not None:
+        table = scale_pair_table(m)
+        planes = tuple((codes.copy(), table[scales].view(np.uint8)) for codes, scales in members)
+        return Repacked(m, planes, Counts(exact=sum(plane.size for _, plane in planes)))
+    hist = np.zeros((256, 4, 4, 2), dtype=np.int64)
+    for codes, scales in members:
+        repack_jit.half_census(codes, scales, hist)
+
+    def lossy_cost(m: int) -> tuple[int, NDArray[np.int64]]:
+        error = np.zeros(256, dtype=np.int64)
+        return sum(repack_jit.lossy_error(codes, scales, m, error) for codes, scales in members), error
+
+    choice = choose_exponent(hist, lossy_cost)
+    counts = np.zeros(4, dtype=np.int64)
+    out: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+    for codes, scales in members:
+        planes_out = np.empty_like(codes), np.empty((scales.shape[0], scales.shape[1] * 2), dtype=np.uint8)
+        repack_jit.repack_tile(codes, scales, choice.m, *planes_out, counts)
+        out.append(planes_out)
+    return Repacked(choice.m, tuple(out), Counts(*(int(n) for n in counts)))
 
 
 def _exact_sum(per_byte: NDArray[np.int64]) -> int:

@@ -12,7 +12,7 @@ Options, and why: nogil (the workers are threads), error_model numpy (no branch 
 result is defined bit by bit, and NaN must survive), cache on. The cache lies where numba puts it, in `__pycache__`
 beside the source or in the user's own cache folder, both writable by this user only; with neither, or with a full disk,
 the kernel is compiled in memory. Numba throws a cached kernel away when the file that holds it changes, hence helpers
-must stand in the kernel's own file.
+must stand in the kernel's own file; whoever changes the options here must clear the cache.
 """
 
 from __future__ import annotations

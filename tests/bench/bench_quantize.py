@@ -1,0 +1,130 @@
+"""Weights per CPU-second of the CPU quantizers, decoders and repack loops, and what two threads gain.
+
+    python tests/bench/bench_quantize.py            all rows, as a table
+    pytest -m bench tests/bench/bench_quantize.py   the floors that the project promises
+
+One BF16 weight 4096x4096, normal; the best of five after a warm-up that compiles. One thread is measured in CPU time,
+which other work on the machine disturbs least; the gain of two threads is a ratio of wall times and wants an idle
+machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from requant.kernels.cpu_dequant import dequantize_fp8_block, dequantize_mxfp4, dequantize_nvfp4
+from requant.kernels.quantize import amax, bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
+from requant.kernels.repack_jit import half_census, repack_tile
+
+N = K = 4096
+FLOORS = {"BF16 -> NVFP4 nearest": 600, "BF16 -> NVFP4 mse": 60, "MXFP4 half census": 500}
+"""M weights per CPU-second that each must reach."""
+
+
+def rows() -> dict[str, Callable[[int, int], None]]:
+    """Name -> a call on the rows [first, end)."""
+    rng = np.random.default_rng(0)
+    f32 = rng.standard_normal((N, K), dtype=np.float32) * np.float32(0.02)
+    bf16 = (f32.view(np.uint32) >> 16).astype(np.uint16)
+    codes, s16, s32 = (
+        np.empty((N, K // 2), np.uint8),
+        np.empty((N, K // 16), np.uint8),
+        np.empty((N, K // 32), np.uint8),
+    )
+    fp8 = rng.integers(0, 0x7F, (N, K), dtype=np.uint8) | rng.choice(np.uint8([0, 0x80]), (N, K))
+    grid = rng.random((N // 128, K // 128), dtype=np.float32)
+    mx_codes, mx_scales = (
+        rng.integers(0, 256, (N, K // 2), dtype=np.uint8),
+        rng.integers(105, 125, (N, K // 32), np.uint8),
+    )
+    nv_scales = rng.integers(1, 0x7F, (N, K // 16), dtype=np.uint8)
+    out_f32, out_bf16 = np.empty((N, K), np.float32), np.empty((N, K), np.uint16)
+    top = amax(bf16)
+
+    def nvfp4(scale, weight=bf16):
+        scale_2 = nvfp4_global_scale(top, scale)
+        return lambda a, b: bf16_to_nvfp4(weight[a:b], scale_2, codes[a:b], s16[a:b], scale)
+
+    def fp8_to_nvfp4(a, b):
+        tile = np.empty((64, K), np.float32)
+        for r in range(a, b, 64):
+            part = tile[: min(64, b - r)]
+            dequantize_fp8_block(fp8[r : r + 64][: len(part)], grid, (128, 128), part, r)
+            bf16_to_nvfp4(part, np.float32(0.1), codes[r : r + len(part)], s16[r : r + len(part)])
+
+    def census(a, b):
+        half_census(mx_codes[a:b], mx_scales[a:b], np.zeros((256, 4, 4, 2), np.int64))
+
+    def repack(a, b):
+        repack_tile(mx_codes[a:b], mx_scales[a:b], 124 - 127 - 8, codes[a:b], s16[a:b], np.zeros(4, np.int64))
+
+    return {
+        "BF16 amax": lambda a, b: amax(bf16[a:b]) and None,
+        "BF16 -> MXFP4": lambda a, b: bf16_to_mxfp4(bf16[a:b], codes[a:b], s32[a:b]),
+        "BF16 -> NVFP4 nearest": nvfp4("nearest"),
+        "BF16 -> NVFP4 four-over-six": nvfp4("four-over-six"),
+        "BF16 -> NVFP4 mse": nvfp4("mse"),
+        "F32 -> NVFP4 nearest": nvfp4("nearest", f32),
+        "F16 -> NVFP4 nearest": nvfp4("nearest", f32.astype(np.float16)),
+        "FP8 block -> NVFP4 nearest": fp8_to_nvfp4,
+        "FP8 block -> F32": lambda a, b: dequantize_fp8_block(fp8[a:b], grid, (128, 128), out_f32[a:b], a),
+        "NVFP4 -> F32": lambda a, b: dequantize_nvfp4(mx_codes[a:b], nv_scales[a:b], np.float32(0.1), out_f32[a:b]),
+        "NVFP4 -> BF16": lambda a, b: dequantize_nvfp4(mx_codes[a:b], nv_scales[a:b], np.float32(0.1), out_bf16[a:b]),
+        "MXFP4 -> F32": lambda a, b: dequantize_mxfp4(mx_codes[a:b], mx_scales[a:b], out_f32[a:b]),
+        "MXFP4 half census": lambda a, b: half_census(
+            mx_codes[a:b], mx_scales[a:b], np.zeros((256, 4, 4, 2), np.int64)
+        ),
+        "MXFP4 -> NVFP4 step 2, none lossy": repack,
+    }
+
+
+def rate(call: Callable[[int, int], None]) -> float:
+    """M weights per CPU-second of one thread."""
+    call(0, N)
+    best = min(_timed(lambda: call(0, N), time.process_time) for _ in range(5))
+    return N * K / best / 1e6
+
+
+def gain(call: Callable[[int, int], None]) -> float:
+    """Wall time of one thread over that of two that share the rows."""
+    with ThreadPoolExecutor(2) as pool:
+        one = min(_timed(lambda: call(0, N), time.perf_counter) for _ in range(5))
+        two = min(_timed(lambda: list(pool.map(call, (0, N // 2), (N // 2, N))), time.perf_counter) for _ in range(5))
+    return one / two
+
+
+def _timed(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+@pytest.mark.bench
+def test_every_floor_is_reached():
+    calls = rows()
+    rates = {name: rate(calls[name]) for name in FLOORS}
+    assert all(rates[name] >= floor for name, floor in FLOORS.items()), rates
+
+
+@pytest.mark.bench
+def test_fp8_costs_at_most_half_more_than_bf16():
+    calls = rows()
+    assert rate(calls["FP8 block -> NVFP4 nearest"]) * 1.5 >= rate(calls["BF16 -> NVFP4 nearest"])
+
+
+@pytest.mark.bench
+def test_two_threads_gain_1_8():
+    calls = rows()
+    call = calls["BF16 -> NVFP4 nearest"]
+    call(0, N)
+    assert gain(call) >= 1.8
+
+
+if __name__ == "__main__":
+    print(f"{'':36}{'M weights / CPU-s':>18}{'two threads':>14}")
+    for name, call in rows().items():
+        print(f"{name:36}{rate(call):18.0f}{gain(call):13.2f}x")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from requant.convert.execute import RunResult
     from requant.convert.pipeline import Job
     from requant.manifests.schema import Manifest
-    from requant.validate.signoff import SignOff
+    from requant.validate.verdict import SignOff
 
 __all__ = ["app", "main"]
 
@@ -202,15 +202,15 @@ def validate(
 @app.command()
 def report(output: FolderArg, form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) -> None:
     """Print the sign-off that stands in a folder."""
-    from requant.validate.report import text_report
-    from requant.validate.signoff import read_signoff, verify_signoff
+    from requant.validate.report import render_text
+    from requant.validate.signoff import load_signoff, verify_signoff
 
     _log_to(verbose, None)
-    signed = read_signoff(output)
+    signed = load_signoff(output)
     stale = verify_signoff(output)
     facts = {**signed.to_json(), "files_changed_since": list(stale)}
     note = "".join(f"\nCHANGED SINCE THE SIGN-OFF: {entry}" for entry in stale)
-    _emit(facts, form, lambda: text_report(signed) + note)
+    _emit(facts, form, lambda: render_text(signed) + note)
     if stale or not signed.signed_off:
         raise NotSignedOffError(
             "the files are not those that were judged" if stale else "the sign-off did not pass",
@@ -335,9 +335,9 @@ def _validate(output: Path, source: Path, manifest: Manifest, *, only: Sequence[
 
 
 def _report(signed: SignOff, form: Format) -> None:
-    from requant.validate.report import text_report
+    from requant.validate.report import render_text
 
-    _emit(signed.to_json(), form, lambda: text_report(signed))
+    _emit(signed.to_json(), form, lambda: render_text(signed))
     if not signed.signed_off:
         raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
 

@@ -21,7 +21,7 @@ from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
 from requant.convert.layouts.writing import Output, Part, parts_of
 from requant.convert.rules import Decision, RuleUse, decide, module_of
 from requant.convert.shards import TensorInfo, nbytes_of, render_header
-from requant.kernels.formats import MXFP4_GROUP
+from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import Manifest
 
@@ -329,10 +329,15 @@ def _check_conversions(
                 hint="one checkpoint holds one target format here: change one of the two",
             )
         _refuse_unsupported(weight, target, rule.scale, where)
-        if weight.format == "plain" and weight.cols % MXFP4_GROUP:
-            decisions[weight.module] = Decision(
-                "keep", decision.rule, f"K is not a multiple of {MXFP4_GROUP}: kept plain"
-            )
+        group = NumberFormat(target).group
+        if weight.cols % group:
+            if rule.match == weight.module:
+                raise UsageError(
+                    f"K = {weight.cols} is not a multiple of {group}, the group of {target}",
+                    where=where,
+                    hint="keep this layer, or choose a format whose group divides K",
+                )
+            decisions[weight.module] = Decision("keep", decision.rule, f"K is not a multiple of {group}: kept plain")
             continue
         converting.append(weight)
     if layout == "deepseek-v4" and manifest.target.layout != "modelopt":

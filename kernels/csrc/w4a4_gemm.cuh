@@ -261,6 +261,7 @@ __device__ __forceinline__ Factors split_product(float a, float b) {
 
 // --- kernels ---------------------------------------------------------------------------------------------------------
 
+// Elements index and, where there are `both`, index + 1 of a BF16 or FP32 array; in one store where that is aligned.
 __device__ __forceinline__ void store_pair(void* y, bool bf16, size_t index, float first, float second, bool both) {
   if (bf16) {
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(y) + index;
@@ -349,11 +350,11 @@ __global__ void __launch_bounds__(T::THREADS) gemm_kernel(const GemmArgs args) {
       const float* d = sum[i / 2][j] + i % 2 * 2;
       float first = d[0] * scale.first * scale.second, second = d[1] * scale.first * scale.second;
       size_t index = static_cast<size_t>(row) * args.N + column;
+      bool both = column + 1 < args.N;
       if (args.splits > 1)
-        store_pair(args.partial + static_cast<size_t>(split) * args.rows * args.N, false, index, first, second,
-                   column + 1 < args.N);
+        store_pair(args.partial, false, index + static_cast<size_t>(split) * args.rows * args.N, first, second, both);
       else
-        store_pair(args.y, args.y_is_bf16, index, first, second, column + 1 < args.N);
+        store_pair(args.y, args.y_is_bf16, index, first, second, both);
     }
   }
 }

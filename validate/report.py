@@ -1,0 +1,262 @@
+"""A sign-off for people: Markdown for the folder and the Hub, a plain table for the terminal. The verdict comes first.
+
+Both are views of the same `Table`s, so that they cannot say different things. Rendering reads nothing but the sign-off:
+`requant report` shows an old one on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW
+from requant.validate.results import JSON, Finding, StageResult, Status
+from requant.validate.verdict import SignOff
+
+__all__ = ["render_markdown", "render_text"]
+
+_WORST: Final = 10
+"""Tensors in the table of the worst."""
+_FINDINGS: Final = 20
+"""Findings of one stage that are written out; the rest is counted, and stands in the JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table under a heading. right: columns (by index) aligned to the right. note: a sentence below it."""
+
+    heading: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[int] = frozenset()
+    note: str = ""
+
+
+def render_markdown(signoff: SignOff) -> str:
+    """The whole report as Markdown."""
+    lines = [f"# Sign-off of {signoff.name}", "", f"**{_verdict(signoff)}**", ""]
+    for table in _tables(signoff):
+        lines += [f"## {table.heading}", "", *_markdown_table(table), ""]
+        if table.note:
+            lines += [table.note, ""]
+    for stage in signoff.stages:
+        if stage.findings:
+            lines += [f"## Findings: {stage.stage}", "", *(f"- {line}" for line in _findings(stage)), ""]
+    files = Table(
+        f"Files ({len(signoff.files):,}, {_bytes(sum(f.size for f in signoff.files))})",
+        ("file", "bytes", "sha256"),
+        tuple((f.name, f"{f.size:,}", f"`{f.sha256}`") for f in signoff.files),
+        frozenset({1}),
+    )
+    lines += [f"## {files.heading}", "", *_markdown_table(files), "", _footer(signoff), ""]
+    return "\n".join(lines)
+
+
+def render_text(signoff: SignOff) -> str:
+    """The report for a terminal: verdict, gates, tables, findings; hashes are counted, not listed."""
+    lines = [f"{signoff.name}: {_verdict(signoff)}", ""]
+    for table in _tables(signoff):
+        lines += [table.heading, *_text_table(table)]
+        if table.note:
+            lines.append(f"  {table.note}")
+        lines.append("")
+    for stage in signoff.stages:
+        shown = [finding for finding in stage.findings if finding.severity != "info"]
+        if shown:
+            lines += [f"Findings: {stage.stage}", *(f"  {line}" for line in _findings(stage, shown)), ""]
+    size = sum(file.size for file in signoff.files)
+    lines.append(f"{len(signoff.files):,} files, {_bytes(size)}, hashed. {_footer(signoff)}")
+    return "\n".join(lines) + "\n"
+
+
+# --- content ----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(signoff: SignOff) -> str:
+    if signoff.signed_off:
+        return "Signed off: every required gate passed"
+    unmet = "; ".join(f"{gate.name} {gate.status.value}" for gate in signoff.unmet)
+    return f"Not signed off: {unmet}"
+
+
+def _tables(signoff: SignOff) -> list[Table]:
+    gates = tuple(
+        (
+            gate.name,
+            "required" if gate.required else "optional",
+            gate.status.value.upper() if gate.status is Status.FAILED else gate.status.value,
+            gate.measured_on or "-",
+            gate.reason,
+        )
+        for gate in signoff.gates
+    )
+    tables = [Table("Gates", ("gate", "", "result", "measured on", "reason"), gates)]
+    contract, numerics = signoff.stage("contract"), signoff.stage("numerics")
+    if contract is not None:
+        tables += _runtimes(contract)
+    if numerics is not None and "totals" in numerics.data:
+        tables += [_weights(numerics), *_worst(numerics)]
+    return tables
+
+
+def _runtimes(contract: StageResult) -> list[Table]:
+    standing = _object(contract.data.get("runtimes"))
+    if not standing:
+        return []
+    rows = tuple((runtime, str(how)) for runtime, how in standing.items())
+    note = "Simulated: the loaders' rules were applied to the files; no runtime has loaded them."
+    return [Table("Runtimes", ("runtime", "contract"), rows, note=note)]
+
+
+def _weights(numerics: StageResult) -> Table:
+    totals, census = _object(numerics.data.get("totals")), _object(numerics.data.get("census"))
+    windows, dropped = _object(totals.get("windows")), _object(census.get("dropped"))
+    blocks, blocks32 = _int(totals, "blocks"), _int(totals, "blocks32")
+    before, after = _int(census, "source_bytes"), _int(census, "output_bytes")
+    rows = [
+        ("weights converted", f"{_int(totals, 'weights'):,}"),
+        ("blocks of 16: equal, codes unchanged", _part(_int(totals, "exact"), blocks)),
+        ("blocks of 16: equal by exact shift", _part(_int(totals, "shifted"), blocks)),
+        ("blocks of 16: lossy", _part(_int(totals, "lossy"), blocks)),
+        ("blocks of 32: lossy", _part(_int(totals, "lossy32"), blocks32)),
+    ]
+    if _int(totals, "zero_sign"):
+        rows.insert(3, ("blocks of 16: equal but for the sign of a zero", _part(_int(totals, "zero_sign"), blocks)))
+    if _int(totals, "lossy"):
+        rows.append(("largest error", f"{_float(totals, 'max_error'):.4g}"))
+        rows.append(("least SQNR of a tensor", _db(totals.get("min_sqnr_db"))))
+    known = _int(windows, "tensors")
+    if known:
+        rows.append((f"tensors within {NATIVE_WINDOW} octaves (native)", f"{_int(windows, 'native'):,} of {known:,}"))
+        rows.append((f"tensors within {MARLIN_WINDOW} octaves (Marlin)", f"{_int(windows, 'marlin'):,} of {known:,}"))
+        rows.append(("block scales that Marlin flushes", f"{_int(totals, 'below_marlin'):,}"))
+    rows += [
+        ("tensors converted", f"{_int(census, 'converted'):,}"),
+        ("tensors copied byte for byte", f"{_int(census, 'copied'):,}"),
+        ("tensors dropped by a rule", f"{len(dropped):,}"),
+        ("scales added", f"{_int(census, 'added'):,}"),
+        ("bytes before", f"{before:,}"),
+        ("bytes after", f"{after:,}" + (f" ({after / before:.3f}x)" if before else "")),
+    ]
+    return Table("Weights against the source", ("", "count"), tuple(rows), frozenset({1}))
+
+
+def _worst(numerics: StageResult) -> list[Table]:
+    """The tensors with the most to say: most lossy blocks, then least SQNR, then the widest span of exponents."""
+    tensors = _object(numerics.data.get("tensors"))
+    columns = cast("Sequence[str]", tensors.get("columns") or ())
+    rows = [dict(zip(columns, row, strict=True)) for row in cast("Sequence[Sequence[JSON]]", tensors.get("rows") or ())]
+
+    def badness(row: Mapping[str, JSON]) -> tuple[float, float, float, str]:
+        sqnr, span = row["sqnr_db"], row["fused_span"]
+        quiet = float(sqnr) if isinstance(sqnr, int | float) else float("inf")
+        lossy = _int(row, "lossy") if span is not None else 0  # plain weights lose something in every block
+        return (-lossy, quiet, -(span if isinstance(span, int) else 0), str(row["tensor"]))
+
+    worst = sorted(rows, key=badness)[:_WORST]
+    if not worst:
+        return []
+    cells = tuple(
+        (
+            str(row["tensor"]),
+            f"{_int(row, 'blocks'):,}",
+            f"{_int(row, 'shifted'):,}",
+            f"{_int(row, 'lossy'):,}",
+            f"{_float(row, 'max_error'):.3g}",
+            f"{_float(row, 'rms_error'):.3g}",
+            _db(row["sqnr_db"]),
+            "-" if row["span"] is None else str(row["span"]),
+            _window(row["fused_span"]),
+        )
+        for row in worst
+    )
+    kind = "Worst tensors" if any(_int(row, "lossy") for row in rows) else "Tensors with the widest exponents"
+    heading = f"{kind} ({len(cells)} of {len(rows):,})"
+    note = "span: octaves between a tensor's largest and least live exponent; window: that of its fused group."
+    columns_out = ("tensor", "blocks", "shifted", "lossy", "max error", "RMS error", "SQNR", "span", "window")
+    return [Table(heading, columns_out, cells, frozenset(range(1, 8)), note)]
+
+
+def _window(span: JSON) -> str:
+    if not isinstance(span, int):
+        return "-"
+    if span <= MARLIN_WINDOW:
+        return f"{span}: Marlin and native"
+    return f"{span}: native only" if span <= NATIVE_WINDOW else f"{span}: outside both"
+
+
+def _findings(stage: StageResult, findings: Sequence[Finding] | None = None) -> list[str]:
+    shown = list(stage.findings if findings is None else findings)
+    lines: list[str] = []
+    for finding in shown[:_FINDINGS]:
+        runtime = f" [{finding.runtime}]" if finding.runtime else ""
+        where = f"{finding.where}: " if finding.where else ""
+        hint = f" -> {finding.hint}" if finding.hint else ""
+        lines.append(f"{finding.severity} {finding.rule}{runtime}: {where}{finding.message}{hint}")
+    if len(shown) > _FINDINGS:
+        lines.append(f"{len(shown) - _FINDINGS:,} more in the JSON report")
+    return lines
+
+
+def _footer(signoff: SignOff) -> str:
+    facts = {**signoff.environment, **{f"source {key}": value for key, value in signoff.source.items()}}
+    return f"{signoff.created}; " + ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _object(value: object) -> Mapping[str, JSON]:
+    return cast("Mapping[str, JSON]", value) if isinstance(value, Mapping) else {}
+
+
+def _int(row: Mapping[str, JSON], key: str) -> int:
+    value = row.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _float(row: Mapping[str, JSON], key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count:,} of {total:,}"
+
+
+def _db(value: JSON) -> str:
+    return f"{value:.2f} dB" if isinstance(value, int | float) else "exact"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def _markdown_table(table: Table) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
+        return f"| {' | '.join(escaped)} |"
+
+    rule = ["--:" if index in table.right else "---" for index in range(len(table.columns))]
+    return [line(table.columns), f"|{'|'.join(rule)}|", *(line(row) for row in table.rows)]
+
+
+def _text_table(table: Table) -> list[str]:
+    """Columns padded to their widest cell; the last one is left ragged."""
+    rows = [table.columns, *table.rows] if any(table.columns) else list(table.rows)
+    widths = [max(len(row[index]) for row in rows) for index in range(len(table.columns))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if index in table.right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return f"  {'  '.join(cells)}".rstrip()
+
+    return [line(row) for row in rows]

@@ -85,8 +85,8 @@ def _tiles(rows: Rows, files: Opened, row_cost: int = 0) -> Iterator[tuple[int, 
     cost = max(rows.row_bytes * rows.step, row_cost, 1)
     per_tile = max(TILE_BYTES // cost, 1)
     fd = files.source(rows.tensor.file)
-    for first in range(0, rows.count, per_tile):
-        yield first, _read_rows(rows, fd, first, min(per_tile, rows.count - first))
+    for first in range(0, rows.n_rows, per_tile):
+        yield first, _read_rows(rows, fd, first, min(per_tile, rows.n_rows - first))
 
 
 def _read_rows(rows: Rows, fd: int, first: int, count: int) -> NDArray[np.uint8]:

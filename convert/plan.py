@@ -54,8 +54,7 @@ class OutShard:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One weight of a fused group. out_*: indices of output tensors. transposed: experts of a stacked layout, or 0."""
 
     module: str
@@ -70,8 +69,7 @@ class Member:
     transposed: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUnit:
+class GroupUnit(NamedTuple):
     """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `to-mxfp4` or `to-nvfp4` (from floats)."""
 
     kind: str
@@ -88,8 +86,7 @@ class Piece(NamedTuple):
     source: TensorInfo | Rows | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class CopyUnit:
+class CopyUnit(NamedTuple):
     """A batch of pieces."""
 
     pieces: tuple[Piece, ...]
@@ -395,6 +392,7 @@ def _place(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[OutShard, 
     bins: list[list[int]] = [[]]
     data = header = 0
     sizes = [_nbytes(output) for output in outputs]
+    widths = {dtype: -_itemsize(dtype) for dtype in {output.dtype for output in outputs}}
     for index, (output, nbytes) in enumerate(zip(outputs, sizes, strict=True)):
         entry = len(output.name.encode()) + 120
         if bins[-1] and (data + nbytes > shard_size or header + entry > HEADER_BUDGET):
@@ -407,7 +405,7 @@ def _place(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[OutShard, 
     shards: list[OutShard] = []
     for number, members in enumerate(bins):
         name = "model.safetensors" if len(bins) == 1 else f"model-{number + 1:05d}-of-{len(bins):05d}.safetensors"
-        members.sort(key=lambda i: -_itemsize(outputs[i].dtype))
+        members.sort(key=lambda i: widths[outputs[i].dtype])
         offsets: list[tuple[int, int]] = []
         position = 0
         for index in members:

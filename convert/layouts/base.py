@@ -8,8 +8,7 @@ belong to no weight are left to the plan, which copies them byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.shards import TensorInfo
@@ -19,20 +18,19 @@ from requant.manifests.errors import SourceError
 __all__ = ["ReadingLayout", "Rows", "SourceWeight", "check_mxfp4"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Every `step`-th row, from row `start`, `count` of them, of a tensor seen as rows of `row_bytes` bytes."""
+class Rows(NamedTuple):
+    """Every `step`-th row, from row `start`, `n_rows` of them, of a tensor seen as rows of `row_bytes` bytes."""
 
     tensor: TensorInfo
     row_bytes: int
     start: int
     step: int
-    count: int
+    n_rows: int
 
     @property
     def contiguous(self) -> bool:
         """One byte range of the file."""
-        return self.step == 1 or self.count <= 1
+        return self.step == 1 or self.n_rows <= 1
 
     @property
     def begin(self) -> int:
@@ -42,11 +40,10 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes that are wanted (not those skipped between them)."""
-        return self.count * self.row_bytes
+        return self.n_rows * self.row_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SourceWeight:
+class SourceWeight(NamedTuple):
     """One quantizable weight of the source, [experts,] rows N (out), cols K (in).
 
     module: its name as the manifest's rules match it. format: `mxfp4`, `fp8-block` or `plain`. interleaved: rows

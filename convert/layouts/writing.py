@@ -16,8 +16,7 @@ Gate and up stay under their own names: which of them a kernel wants first is th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from requant.convert.layouts.base import Rows, SourceWeight
 from requant.kernels.formats import MXFP4_GROUP, NVFP4_GROUP
@@ -44,8 +43,7 @@ def fuse_key(module: str) -> str:
     return f"{parent}{dot}{_SET_OF.get(leaf, leaf)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Name, dtype and shape of an output tensor."""
 
     name: str
@@ -53,16 +51,14 @@ class Output:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Bias:
+class Bias(NamedTuple):
     """A stacked bias's share of one part: elements of the source tensor, as rows of one element."""
 
     source: Rows
     output: Output
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One output weight. codes/scales: source rows (scales None for a plain source). transposed: experts of a stack
     whose planes are written [E, K/2, N]; 0 for the ordinary [N, K/2]. reciprocal: scalars are written as 1/x."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
-from requant.convert.shards import Shard, TensorInfo, read_shard_header
+from requant.convert.shards import Shard, TensorInfo, is_lfs_pointer, read_shard_header
 from requant.manifests.errors import SourceError
 
 __all__ = ["Catalogue", "open_checkpoint", "read_json"]
@@ -24,6 +24,7 @@ SKIPPED_FOLDERS: Final = {".cache", ".git", "__pycache__", ".requant", "original
 """Caches, and the producer's second copy of the weights (`original/`, `metal/` of gpt-oss and Llama)."""
 WEIGHT_SUFFIXES: Final = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
 OWN_PREFIX: Final = "requant."
+WRITTEN_ANEW: Final = {"config.json", "hf_quant_config.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,12 @@ class Catalogue:
     @property
     def quantization_config(self) -> Mapping[str, Any]:
         """The source's quantization_config wherever it stands (top level or text_config), or an empty mapping."""
-        top = self.config.get("quantization_config")
-        nested = cast("Mapping[str, Any]", self.config.get("text_config") or {}).get("quantization_config")
-        return cast("Mapping[str, Any]", top or nested or {})
+        text = self.config.get("text_config")
+        for place in (self.config, text):
+            found = cast("Mapping[str, Any]", place).get("quantization_config") if isinstance(place, dict) else None
+            if found:
+                return cast("Mapping[str, Any]", found)
+        return {}
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
@@ -56,11 +60,29 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror}", where=where, hint="check the folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        if is_lfs_pointer(path):
+            raise _lfs_pointer(where) from error
         raise SourceError(f"is not JSON: {error}", where=where, hint="download the file again") from error
     if not isinstance(value, dict):
         raise SourceError("is not a JSON object", where=where, hint="download the file again")
     return cast("dict[str, Any]", value)
+
+
+def _lfs_pointer(where: str) -> SourceError:
+    return SourceError(
+        "is a Git LFS pointer, not the file", where=where, hint="run `git lfs pull` in the folder, or use `hf download`"
+    )
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """The parts of config.json that are read must be what they are taken for."""
+    for prefix, place in (("", config), ("text_config.", config.get("text_config"))):
+        found = cast("Mapping[str, Any]", place).get("quantization_config") if isinstance(place, dict) else None
+        if found is not None and not isinstance(found, dict):
+            raise SourceError(
+                f"{prefix}quantization_config is not an object", where="config.json", hint="download the file again"
+            )
 
 
 def open_checkpoint(root: Path) -> Catalogue:
@@ -71,7 +93,9 @@ def open_checkpoint(root: Path) -> Catalogue:
     if not config_path.exists():
         raise SourceError("config.json is missing", where=str(root), hint="give the folder that holds config.json")
     config = read_json(_resolve(root, "config.json"), "config.json")
-    files, weight_map = _weight_files(root)
+    _check_config(config)
+    index = _index_file(root)
+    files, weight_map = _weight_files(root, index)
     shards = tuple(read_shard_header(_resolve(root, file), file) for file in files)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
@@ -88,7 +112,7 @@ def open_checkpoint(root: Path) -> Catalogue:
         _check_index(weight_map, tensors)
     if not tensors:
         raise SourceError("holds no tensor", where=str(root), hint="is this the right folder?")
-    sidecars, ignored = _sidecars(root, set(files))
+    sidecars, ignored = _sidecars(root, {*files, *([index] if index else [])})
     quant_path = root / "hf_quant_config.json"
     return Catalogue(
         root=root,
@@ -97,13 +121,13 @@ def open_checkpoint(root: Path) -> Catalogue:
         config=config,
         sidecars=sidecars,
         ignored=ignored,
-        hf_quant_config=read_json(quant_path, quant_path.name) if quant_path.exists() else None,
+        hf_quant_config=read_json(_resolve(root, quant_path.name), quant_path.name) if quant_path.exists() else None,
         total_bytes=sum(t.nbytes for t in tensors.values()),
     )
 
 
-def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The shards that make up the checkpoint, and the index's weight map if there is an index."""
+def _index_file(root: Path) -> str | None:
+    """The index of the checkpoint, if it has one."""
     indices = sorted(root.glob(f"*{INDEX_SUFFIX}"))
     if len(indices) > 1:
         names = [p.name for p in indices]
@@ -111,16 +135,23 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
             raise SourceError(
                 f"several index files: {', '.join(names)}", where=str(root), hint="keep the one that is meant"
             )
-        indices = [root / "model.safetensors.index.json"]
-    if indices:
-        index = read_json(_resolve(root, indices[0].name), indices[0].name)
-        weight_map = index.get("weight_map")
+        return "model.safetensors.index.json"
+    return indices[0].name if indices else None
+
+
+def _weight_files(root: Path, index: str | None) -> tuple[list[str], dict[str, str] | None]:
+    """The shards that make up the checkpoint, and the index's weight map if there is an index."""
+    if index is not None:
+        weight_map = read_json(_resolve(root, index), index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise SourceError("weight_map is missing or empty", where=indices[0].name, hint="download the file again")
+            raise SourceError("weight_map is missing or empty", where=index, hint="download the file again")
         mapping = cast("dict[str, Any]", weight_map)
-        files = list(dict.fromkeys(mapping.values()))
+        odd = next((file for file in mapping.values() if not isinstance(file, str)), "")
+        files = [cast("str", odd)] if odd != "" else list(dict.fromkeys(mapping.values()))
         for file in files:
-            _check_relative(file, indices[0].name)
+            _check_relative(file, index)
+            if file.endswith(PICKLE_SUFFIXES):
+                raise _pickle(file)
             if not (root / file).exists():
                 missing = sum(1 for f in mapping.values() if f == file)
                 raise SourceError(
@@ -133,11 +164,7 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     if not shards:
         pickles = sorted(p.name for p in root.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
-            raise SourceError(
-                "is a pickle: loading it would run code from the checkpoint",
-                where=pickles[0],
-                hint="save the model as safetensors first (save_pretrained), or use the safetensors of the repo",
-            )
+            raise _pickle(pickles[0])
         raise SourceError("no .safetensors file", where=str(root), hint="is the download complete?")
     if len(shards) > 1 and "model.safetensors" not in shards:
         raise SourceError(
@@ -146,6 +173,14 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
             hint="download the index too: without it a missing shard cannot be told from a complete checkpoint",
         )
     return (["model.safetensors"] if "model.safetensors" in shards else shards), None
+
+
+def _pickle(file: str) -> SourceError:
+    return SourceError(
+        "is a pickle: loading it would run code from the checkpoint",
+        where=file,
+        hint="save the model as safetensors first (save_pretrained), or use the safetensors of the repo",
+    )
 
 
 def _check_relative(file: object, index: str) -> None:
@@ -191,7 +226,7 @@ def _check_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo
         )
 
 
-def _sidecars(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+def _sidecars(root: Path, taken: set[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """What to copy beside the weights, and what is left with the reason."""
     copied: list[str] = []
     ignored: list[tuple[str, str]] = []
@@ -199,18 +234,37 @@ def _sidecars(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[tupl
         relative = path.relative_to(root)
         file = relative.as_posix()
         if path.is_dir():
-            if relative.name in SKIPPED_FOLDERS and not set(relative.parts[:-1]) & SKIPPED_FOLDERS:
+            if path.is_symlink():
+                ignored.append((file + "/", "a link to a folder"))
+            elif relative.name in SKIPPED_FOLDERS and not set(relative.parts[:-1]) & SKIPPED_FOLDERS:
                 ignored.append((file + "/", "cache or the producer's second copy of the weights"))
             continue
-        if set(relative.parts[:-1]) & SKIPPED_FOLDERS or file in shards:
+        if set(relative.parts[:-1]) & SKIPPED_FOLDERS or file in taken:
             continue
         if path.suffix in WEIGHT_SUFFIXES:
             ignored.append((file, "a weight file that the index does not name"))
-        elif file.endswith(INDEX_SUFFIX) or file in {"config.json"} or file.endswith("hf_quant_config.json"):
-            continue  # written anew
+        elif file in WRITTEN_ANEW:
+            continue
+        elif relative.name.endswith(INDEX_SUFFIX):
+            ignored.append((file, "an index of weights that are not taken"))
+        elif relative.name.endswith("hf_quant_config.json"):
+            ignored.append((file, "SGLang takes any such file for the checkpoint's own"))
         elif relative.name.startswith(OWN_PREFIX):
             ignored.append((file, "an earlier run's record"))
         else:
-            _resolve(root, file)
+            _check_sidecar(_resolve(root, file), file)
             copied.append(file)
     return tuple(copied), tuple(ignored)
+
+
+def _check_sidecar(path: Path, file: str) -> None:
+    """What will be copied after hours of work must be readable, and be itself, before they begin."""
+    if not path.is_file():
+        what = "is a link to nothing" if not path.exists() else "is not a regular file"
+        raise SourceError(what, where=file, hint="download the file again, or delete it")
+    try:
+        pointer = is_lfs_pointer(path)
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=file, hint="check its permissions") from error
+    if pointer:
+        raise _lfs_pointer(file)

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -23,6 +24,7 @@ __all__ = [
     "HEADER_LIMIT",
     "Shard",
     "TensorInfo",
+    "is_lfs_pointer",
     "nbytes_of",
     "read_shard_header",
     "render_header",
@@ -92,6 +94,12 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     return bits // 8
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file holds the address of its content instead of the content."""
+    with path.open("rb") as handle:
+        return handle.read(len(LFS_POINTER)) == LFS_POINTER
+
+
 def _fail(file: str, message: str, hint: str, tensor: str = "") -> SourceError:
     return SourceError(message, where=f"{file}: {tensor}" if tensor else file, hint=hint)
 
@@ -121,7 +129,7 @@ def read_shard_header(path: Path, file: str) -> Shard:
         raise _fail(file, f"cannot be read: {error.strerror}", "check the path and its permissions") from error
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets nested a thousand deep
         raise _fail(file, f"header is not JSON ({error})", again) from error
     if not isinstance(header, dict):
         raise _fail(file, "header is not a JSON object", again)
@@ -147,6 +155,8 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if not (type(begin) is int and type(end) is int and all(type(n) is int and n >= 0 for n in shape)):
+                raise TypeError
+            if not isinstance(dtype, str):
                 raise TypeError
         except (KeyError, TypeError, ValueError) as error:
             raise _fail(file, "malformed header entry", "the file is damaged: download it again", name) from error
@@ -195,9 +205,11 @@ def render_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
 
     entries: (name, dtype, shape, begin, end) with offsets from the data's start, in file order.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, dtype, shape, begin, end in entries:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    parts = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
+    parts += [  # by hand: a checkpoint has up to half a million entries, and a plan renders them all
+        f'{quote(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
+        for name, dtype, shape, begin, end in entries
+    ]
+    raw = ("{" + ",".join(parts) + "}").encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw

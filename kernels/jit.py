@@ -10,9 +10,10 @@ shapes, because the compiled code does not check bounds.
 
 Options, and why: nogil (the workers are threads), error_model numpy (no branch per division), fastmath off (every
 result is defined bit by bit, and NaN must survive), cache on. The cache lies where numba puts it, in `__pycache__`
-beside the source or in the user's own cache folder, both writable by this user only; with neither, or with a full disk,
-the kernel is compiled in memory. Numba throws a cached kernel away when the file that holds it changes, hence helpers
-must stand in the kernel's own file; whoever changes the options here must clear the cache.
+beside the source or in the user's own cache folder, both writable by this user only; with neither, with a full disk or
+a spoilt cache file, the kernel is compiled in memory. Numba throws a cached kernel away when the text of the file that
+holds it changes, hence helpers must stand in the kernel's own file; whoever changes the options here, or the tables of
+formats.py, must clear the cache.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Kernel(Generic[P, R]):
             if self._compiled is None:
                 try:
                     self._compiled = self._build(cache=True)
-                except (OSError, RuntimeError):  # no writable cache folder, or no room in it
+                except Exception:  # noqa: BLE001 - no folder to cache in, a full disk, a spoilt file: no reason to stop
                     self._compiled = self._build(cache=False)
         return self._compiled
 

@@ -81,7 +81,8 @@ def compare(codes, scales, m):
     out_codes, out_scales = np.full_like(bytes_, 0xAA), np.full((n, k // 16), 0xAA, np.uint8)
     counts, err = np.zeros(4, np.int64), np.zeros(256, np.int64)
     repack_tile(bytes_, scales, m, out_codes, out_scales, counts)
-    lossy_error(bytes_, scales, m, err)
+    below = lossy_error(bytes_, scales, m, err)
+    want_below = 0
     want_counts, want_err = dict.fromkeys(("exact", "shifted", "lossy", "small"), 0), np.zeros(256, np.int64)
     for row in range(n):
         for half in range(k // 16):
@@ -94,8 +95,10 @@ def compare(codes, scales, m):
             want_counts[kind] += 1
             want_counts["small"] += byte < 8
             want_err[e] += error
+            want_below += kind == "lossy" and byte < 8
     assert counts.tolist() == list(want_counts.values())
     assert err.tolist() == want_err.tolist()
+    assert below == want_below
     return counts
 
 

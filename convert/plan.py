@@ -19,8 +19,9 @@ from requant.convert.checkpoint import Catalogue
 from requant.convert.input_scales import InputScales
 from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
 from requant.convert.layouts.writing import Output, Part, parts_of
+from requant.convert.placement import OutShard, OutTensor, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of
-from requant.convert.shards import TensorInfo, nbytes_of, render_header
+from requant.convert.shards import TensorInfo, nbytes_of
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import Manifest
@@ -30,28 +31,6 @@ __all__ = ["CopyUnit", "GroupUnit", "Member", "OutShard", "OutTensor", "Piece", 
 COPY_BATCH_BYTES: Final = 64 * 2**20
 """Copies are batched up to this size: small enough to balance threads, large enough that a journal line is cheap."""
 COPY_BATCH_PIECES: Final = 256
-HEADER_BUDGET: Final = 50_000_000
-"""Bytes of header per output shard, half of what readers accept (safetensors: 100,000,000)."""
-
-
-class OutTensor(NamedTuple):
-    """An output tensor and its place: `begin` is the absolute byte offset in shard number `shard`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    shard: int
-    begin: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutShard:
-    """An output shard: final name, its header's bytes, total size in bytes."""
-
-    file: str
-    header: bytes
-    size: int
 
 
 class Member(NamedTuple):
@@ -268,7 +247,7 @@ def make_plan(
                 if part.codes.tensor.name == weight.codes.name:
                     uses[rule].bytes_out += _nbytes(part.out_codes) + _nbytes(part.out_scales)
     scales.refuse_missing()
-    shards, tensors = _place(builder.outputs, manifest.target.shard_size)
+    shards, tensors = place(builder.outputs, manifest.target.shard_size)
     return Plan(
         manifest=manifest,
         catalogue=catalogue,
@@ -385,48 +364,6 @@ def _refuse_kept_packed(weight: SourceWeight, layout: str, target: str) -> None:
             where=weight.module,
             hint="convert all packed weights: let a rule with `to: nvfp4` match this module",
         )
-
-
-def _place(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[OutShard, ...], tuple[OutTensor, ...]]:
-    """Cut the outputs, in order, into shards; inside one, wider dtypes come first: then every tensor is aligned."""
-    bins: list[list[int]] = [[]]
-    data = header = 0
-    sizes = [_nbytes(output) for output in outputs]
-    widths = {dtype: -_itemsize(dtype) for dtype in {output.dtype for output in outputs}}
-    for index, (output, nbytes) in enumerate(zip(outputs, sizes, strict=True)):
-        entry = len(output.name.encode()) + 120
-        if bins[-1] and (data + nbytes > shard_size or header + entry > HEADER_BUDGET):
-            bins.append([])
-            data = header = 0
-        bins[-1].append(index)
-        data += nbytes
-        header += entry
-    placed: list[OutTensor | None] = [None] * len(outputs)
-    shards: list[OutShard] = []
-    for number, members in enumerate(bins):
-        name = "model.safetensors" if len(bins) == 1 else f"model-{number + 1:05d}-of-{len(bins):05d}.safetensors"
-        members.sort(key=lambda i: widths[outputs[i].dtype])
-        offsets: list[tuple[int, int]] = []
-        position = 0
-        for index in members:
-            offsets.append((position, position + sizes[index]))
-            position += sizes[index]
-        raw = render_header(
-            (
-                (outputs[i].name, outputs[i].dtype, outputs[i].shape, *span)
-                for i, span in zip(members, offsets, strict=True)
-            ),
-            {"format": "pt"},
-        )
-        for index, (begin, _) in zip(members, offsets, strict=True):
-            output = outputs[index]
-            placed[index] = OutTensor(output.name, output.dtype, output.shape, sizes[index], number, len(raw) + begin)
-        shards.append(OutShard(name, raw, len(raw) + position))
-    return tuple(shards), tuple(t for t in placed if t is not None)
-
-
-def _itemsize(dtype: str) -> int:
-    return max(nbytes_of(dtype, (2,)) // 2, 1)
 
 
 def source_files(catalogue: Catalogue) -> Mapping[str, Mapping[str, object]]:

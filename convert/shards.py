@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring as quote
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -83,7 +84,8 @@ class Shard:
     tensors: tuple[TensorInfo, ...]
 
 
-def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
+@lru_cache(maxsize=4096)  # a checkpoint has many tensors and few shapes
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a dense tensor. ValueError when a 4-bit tensor does not fill whole bytes."""
     count = 1
     for n in shape:

@@ -20,7 +20,7 @@ from requant.convert.input_scales import InputScales
 from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
 from requant.convert.layouts.writing import Output, Part, parts_of
 from requant.convert.placement import OutShard, OutTensor, place
-from requant.convert.rules import Decision, RuleUse, decide, module_of
+from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
 from requant.convert.shards import TensorInfo, nbytes_of
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
@@ -31,6 +31,14 @@ __all__ = ["CopyUnit", "GroupUnit", "Member", "OutShard", "OutTensor", "Piece", 
 COPY_BATCH_BYTES: Final = 64 * 2**20
 """Copies are batched up to this size: small enough to balance threads, large enough that a journal line is cheap."""
 COPY_BATCH_PIECES: Final = 256
+
+
+CONVERSIONS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("mxfp4", "nvfp4"): ("lossless",),
+    ("plain", "mxfp4"): ("nearest",),
+    ("plain", "nvfp4"): ("nearest", "four-over-six", "mse"),
+}
+"""(source format, target format) -> the scale choices there are."""
 
 
 class Member(NamedTuple):
@@ -199,6 +207,8 @@ def make_plan(
     target = "nvfp4" if manifest.target.format.startswith("nvfp4") else manifest.target.format
     with_input = manifest.target.format == "nvfp4"
     converting = _check_conversions(manifest, layout.name, weights, decisions, target)
+    refuse_idle(manifest.layers, decisions, (weight.module for weight in converting))
+    _refuse_unclaimed(catalogue, owners, decisions, layout.name)
     scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
     parts_by_group: dict[str, list[Part]] = {}
     groups_of: dict[str, list[str]] = {}
@@ -326,12 +336,7 @@ def _check_conversions(
 
 
 def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> None:
-    supported = {
-        ("mxfp4", "nvfp4"): ("lossless",),
-        ("plain", "mxfp4"): ("nearest",),
-        ("plain", "nvfp4"): ("nearest", "four-over-six", "mse"),
-    }
-    choices = supported.get((weight.format, target))
+    choices = CONVERSIONS.get((weight.format, target))
     if choices is None:
         raise UsageError(
             f"{weight.format} -> {target} is not a conversion this version makes",

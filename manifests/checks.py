@@ -84,16 +84,16 @@ def _unreachable(layers: Sequence[LayerRule]) -> Iterator[tuple[str, str]]:
 def _formats(layers: Sequence[LayerRule], target: Target) -> Iterator[tuple[str, str]]:
     """Rules that make another format than the target's, and a target that no rule makes."""
     allowed = MADE_BY[target.format]
-    for index, rule in enumerate(layers):
-        if rule.to not in (*allowed, "keep", "drop"):
-            yield (
-                f"layers.{index}.to",
-                f"to: {rule.to} does not go with target.format: {target.format}, which takes "
-                f"{', '.join(allowed)}, keep and drop",
-            )
+    strange = [index for index, rule in enumerate(layers) if rule.to not in (*allowed, "keep", "drop")]
+    for index in strange:
+        yield (
+            f"layers.{index}.to",
+            f"to: {layers[index].to} does not go with target.format: {target.format}, which takes "
+            f"{', '.join(allowed)}, keep and drop",
+        )
     if all(rule.to in ("keep", "drop") for rule in layers):
         yield "layers", f"no rule converts anything; target.format: {target.format} needs a rule with to: {allowed[0]}"
-    elif all(rule.to != allowed[0] for rule in layers):
+    elif not strange and all(rule.to != allowed[0] for rule in layers):
         yield "target.format", f"no rule makes {target.format}: none of them says to: {allowed[0]}"
 
 

@@ -151,7 +151,7 @@ def _target(one: _Error) -> tuple[Path, bool]:
     """The path to point at, and whether at its key."""
     if one.kind == "requant":
         at = tuple(int(part) if part.isdigit() else part for part in str(one.context["at"]).split(".") if part)
-        return (*one.path, *at), not at
+        return (*one.path, *at), False
     return one.path, one.kind in ("extra_forbidden", "missing")
 
 

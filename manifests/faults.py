@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,17 @@ SHOWN_WIDTH: Final = 120
 """Characters of a line that are shown at most."""
 CLOSE_ENOUGH: Final = 0.6
 """difflib's own default for a close match."""
+SYNONYMS: Final = {
+    "gpu": "cuda",  # difflib would propose cpu
+    "copy": "keep",
+    "skip": "keep",
+    "bfloat16": "bf16",
+    "float8": "fp8",
+    "tensorrt-llm": "trtllm",
+    "hf": "transformers",
+    "pr": "pull_request",
+}
+"""What other tools call our choices."""
 
 
 @dataclass(frozen=True, order=True)
@@ -75,8 +86,10 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Collection[str]) -> str:
     """The known word that is meant, most likely, as `; did you mean 'x'?`, or the empty string."""
+    if (synonym := SYNONYMS.get(_plain(word))) in known:
+        return f"; did you mean '{synonym}'?"
     by_plain = {_plain(candidate): candidate for candidate in known}
     if close := difflib.get_close_matches(_plain(word), by_plain, n=1, cutoff=CLOSE_ENOUGH):
         return f"; did you mean '{by_plain[close[0]]}'?"

@@ -75,13 +75,11 @@ def _load_points(concurrency: tuple[int, ...], requests: tuple[int, ...]) -> Non
         raise fault("concurrency", "an empty list measures nothing; give at least one concurrency")
     no_repeats("concurrency", concurrency)
     if len(requests) != len(concurrency):
-        raise fault(
-            "requests", f"{len(requests)} numbers of requests for {len(concurrency)} concurrencies; give as many"
-        )
+        raise fault("requests", f"{len(requests)} numbers for {len(concurrency)} concurrencies; give one for each")
     for index, (streams, count) in enumerate(zip(concurrency, requests, strict=True)):
         if count < streams:
             raise fault(
-                f"requests.{index}", f"{count} requests cannot keep {streams} streams busy; give {streams} or more"
+                f"requests.{index}", f"{count} requests cannot keep {streams} streams busy; give at least {streams}"
             )
 
 

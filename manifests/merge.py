@@ -30,6 +30,7 @@ DISPLACED: Final[dict[Path, dict[str, tuple[str, ...]]]] = {
 }
 """By mapping: which inherited keys a key displaces, unless they are given together with it."""
 
+_KEY_PATH: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ENV: Final = re.compile(r"\$\$\{|\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{[^}]*\}?")
 
 
@@ -61,8 +62,8 @@ def apply_set(root: Node, argument: str) -> tuple[Node, list[Fault]]:
     path, equals, value = argument.partition("=")
     whole = Place(SET_FILE, 1, 1, len(argument), argument)
     keys = path.split(".")
-    if not equals or not all(keys):
-        return root, [Fault(whole, f"'{argument}' is not of the form a.b=value")]
+    if not equals or not _KEY_PATH.fullmatch(path):
+        return root, [Fault(whole, f"{argument!r} is not of the form a.b=value")]
     if not value:
         return root, [Fault(whole, f'no value after =; write null, or "" for empty text: {path}=\'""\'')]
     try:
@@ -144,8 +145,9 @@ class Resolver:
             given, default = self.environ.get(found["name"], ""), found["default"]
             if given or default is not None:
                 return given or default.removeprefix(":-")
-            state = "empty" if found["name"] in self.environ else "not set"
-            hint = did_you_mean(found["name"], self.environ)
+            empty = found["name"] in self.environ
+            state = "empty" if empty else "not set"
+            hint = "" if empty else did_you_mean(found["name"], self.environ)
             self._fault(
                 place,
                 f"the environment variable {found['name']} is {state}{hint or ';'} "

@@ -86,7 +86,7 @@ def with_default_input_scale(data: Mapping[str, object]) -> Mapping[str, object]
 def _not_a_flag(value: object) -> object:
     """`version: true` is no version, though True == 1."""
     if isinstance(value, bool):
-        raise ValueError("Input should be 1")
+        raise fault("", f"this program reads version 1, not '{str(value).lower()}'")
     return value
 
 

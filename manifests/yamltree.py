@@ -206,8 +206,8 @@ def _unquoted_star(line: str, column: int, problem: str, context: str) -> tuple[
     """Start and text of the unquoted word with a star that PyYAML stumbled over, if that is what happened."""
     if "alias" not in problem and "alias" not in context:
         return None
-    start = line.rfind("*", 0, column + 1) if "undefined" not in problem else column
-    while start > 0 and line[start - 1] not in " \t[,{":
+    start = line.rfind("*", 0, column + 1) if "undefined" not in problem else min(column, len(line))
+    while start > 0 and line[start - 1] not in " \t[,{=":
         start = line.rfind("*", 0, start)
     if start < 0:
         return None

@@ -29,8 +29,6 @@ class _Torch(Protocol):
 
     def contiguous(self) -> _Torch: ...
 
-    def to(self, dtype: object) -> _Torch: ...
-
     def t(self) -> _Torch: ...
 
     def numpy(self) -> NDArray[np.uint8]: ...
@@ -73,7 +71,7 @@ class MappedReader:
         tensor = view.tensor
         total = tensor.shape[-1] if view.transposed else tensor.shape[1 if view.expert is not None else 0]
         span = slice(view.first + start * view.step, min(view.first + stop * view.step, total))
-        rows_touched = span.stop - span.start
+        rows_touched = total if view.transposed else span.stop - span.start  # a column lies on every page
         handle = self._handle(tensor, max(1, tensor.nbytes // max(1, tensor.elements)) * rows_touched * _width(view))
         if tensor.dtype == "F4":  # safetensors 0.8 cannot slice F4
             block = handle.get_tensor(tensor.name)[span]
@@ -93,15 +91,18 @@ class MappedReader:
         """Rows [start, stop) as contiguous uint8 [rows, width]; one byte per element of the stored tensor."""
         import torch
 
-        block = self._matrix(view, start, stop)
-        return block.contiguous().view(torch.uint8).numpy()
+        # numpy copies, not torch: its thread pool costs more than it gives at this size, above all on a busy machine
+        return np.ascontiguousarray(self._matrix(view, start, stop).view(torch.uint8).numpy())
 
     def values(self, view: View, start: int, stop: int) -> NDArray[np.float64]:
-        """Rows [start, stop) of a BF16, F16 or F32 weight as float64, exact."""
+        """Rows [start, stop) of a BF16, F16, F32 or F64 weight as float64, exact."""
         import torch
 
-        block = self._matrix(view, start, stop).to(torch.float64)
-        return cast("NDArray[np.float64]", cast(object, block.contiguous().numpy()))
+        block = self._matrix(view, start, stop)
+        if view.tensor.dtype != "BF16":
+            return np.ascontiguousarray(block.numpy()).astype(np.float64)
+        bits = np.ascontiguousarray(block.view(torch.int16).numpy()).view(np.uint16)
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
     def rows(self, tensor: Tensor, start: int, stop: int) -> NDArray[np.uint8]:
         """Bytes of rows [start, stop) along the first axis, flat; a scalar has one row."""

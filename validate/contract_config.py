@@ -37,9 +37,9 @@ def check_places(view: OutputView, found: Collector) -> None:
             found.error("leftover-quantization-config", message, where=where, hint="remove it, nested copies too")
         return
     if view.in_config is None and view.in_hf_quant is None and not nested:
-        sizes = next(m.parts for m in view.quantized)
-        example = ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in list(sizes.values())[:2])
-        message = f"weights are packed ({example}) and no file says so: loaders read halves of plain weights"
+        weight = next(weight for module in view.quantized if (weight := module.weight) is not None)
+        example = f"{weight.name} {weight.dtype}{list(weight.shape)}"
+        message = f"weights are quantized ({example}) and no file says so: loaders expect other shapes or raw values"
         found.error("quantization-config-missing", message, where="config.json", hint="write quantization_config")
         return
     for place, inner in nested.items():
@@ -229,7 +229,8 @@ def check_special(view: OutputView, found: Collector) -> None:
         message = "tie_word_embeddings is false and there is no output head"
         found.error("lm-head-missing", message, where="config.json", hint="restore lm_head.weight")
     promised = config_int(config, "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") or 0
-    present = any(is_mtp(name, view.hidden_layers) for name in tensors)
+    layers = view.hidden_layers
+    present = any(is_mtp(name, layers) for name in tensors)
     if promised and not present:
         message = f"the config promises {promised} MTP layer(s) and no tensor of one is there"
         hint = "keep mtp.* from the source, or set the number to 0: speculative decoding would fail to start"

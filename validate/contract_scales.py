@@ -15,6 +15,7 @@ byte, and only a plane with zeros has its codes read too. Memory is one chunk of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,7 +48,7 @@ SMALLEST_SANE_WEIGHT = 2.0**-20
 EQUAL_SETS: Sequence[tuple[str, ...]] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Weights for which every runtime keeps one global scale and one input scale."""
 OTHER_SETS: Sequence[tuple[str, ...]] = tuple(
-    shards for name, shards in FUSED_MODULES.items() if name not in ("qkv_proj", "gate_up_proj")
+    dict.fromkeys(shards for shards in FUSED_MODULES.values() if shards not in EQUAL_SETS)
 )
 """Weights that some models' code fuses; unequal scales cost accuracy there."""
 
@@ -98,8 +99,9 @@ def _scalar(reader: TensorReader, tensor: Tensor, found: Collector, rule: str) -
             found.error(rule, f"is {tensor.dtype}{list(tensor.shape)}, not an F32 scalar", where=tensor.name)
         return 0.0
     values = reader.f32(tensor)
-    if not bool(np.all(np.isfinite(values) & (values > 0))):
-        message = f"is {float(values[~(np.isfinite(values) & (values > 0))][0])}, must be finite and above 0"
+    wrong = [value for value in values if not 0 < value < math.inf]
+    if wrong:
+        message = f"is {wrong[0]}, must be finite and above 0"
         found.error(
             rule,
             message,
@@ -107,7 +109,7 @@ def _scalar(reader: TensorReader, tensor: Tensor, found: Collector, rule: str) -
             hint="an all-zero weight has global scale 1, an input scale is 1 by default",
         )
         return 0.0
-    return float(values.max())
+    return max(values)
 
 
 def _check_nvfp4(reader: TensorReader, module: Module, facts: ScaleFacts, found: Collector) -> None:
@@ -216,11 +218,9 @@ def _check_e8m0(reader: TensorReader, scale: Tensor, found: Collector) -> None:
 def _check_fp8(reader: TensorReader, scale: Tensor, found: Collector) -> None:
     if scale.dtype == "F8_E8M0":
         _check_e8m0(reader, scale, found)
-    elif scale.dtype == "F32":
-        values = reader.f32(scale)
-        if not bool(np.all(np.isfinite(values) & (values > 0))):
-            message = "holds a scale that is not finite and above 0"
-            found.error("fp8-scale-invalid", message, where=scale.name, hint="convert again from the source")
+    elif scale.dtype == "F32" and not all(0 < value < math.inf for value in reader.f32(scale)):
+        message = "holds a scale that is not finite and above 0"
+        found.error("fp8-scale-invalid", message, where=scale.name, hint="convert again from the source")
 
 
 def check_fused(view: OutputView, facts: ScaleFacts, found: Collector) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from requant.kernels.formats import MXFP4_GROUP, NVFP4_GROUP
 from requant.validate.opened import Tensor
@@ -34,6 +35,8 @@ _STACKED = re.compile(
     r"^(?P<module>.*\bexperts\.(?:gate_up_proj|down_proj|gate_proj|up_proj|w1|w2|w3))"
     r"(?:_(?P<part>weight_scale_2|weight_scale|input_scale|blocks|scales|bias))?$"
 )
+_MTP = re.compile(r"(?:^|\.)mtp(?:\.|_|$)|nextn")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(?P<parent>.*\bexperts)\.(?P<index>\d+)\.(?P<tail>.+)$")
 
 
@@ -49,31 +52,34 @@ class Kind(StrEnum):
     ORPHAN = "scales without a weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Module:
-    """One weight and its side tensors. parts: by role, as the checkpoint spells the role."""
+    """One weight and its side tensors. parts: by role, as the checkpoint spells the role.
+
+    Without slots, so that what the rules ask again and again is worked out once per module.
+    """
 
     name: str
     kind: Kind
     parts: Mapping[str, Tensor]
     stacked: bool = False
 
-    @property
+    @cached_property
     def weight(self) -> Tensor | None:
         """The tensor that holds the codes or the values."""
         return self._first(WEIGHT_PARTS)
 
-    @property
+    @cached_property
     def block_scale(self) -> Tensor | None:
         """The plane of block scales."""
         return self._first(BLOCK_SCALE_PARTS)
 
-    @property
+    @cached_property
     def global_scale(self) -> Tensor | None:
         """weight_scale_2 (a multiplier) or weight_global_scale (its reciprocal)."""
         return self._first(GLOBAL_SCALE_PARTS)
 
-    @property
+    @cached_property
     def input_scale(self) -> Tensor | None:
         """input_scale or input_global_scale."""
         return self._first(INPUT_SCALE_PARTS)
@@ -83,7 +89,7 @@ class Module:
         """Whether the parts bear compressed-tensors' names."""
         return "weight_packed" in self.parts
 
-    @property
+    @cached_property
     def k(self) -> int:
         """Logical input features K of a packed or plain weight; 0 where there is no weight."""
         weight = self.weight
@@ -165,7 +171,7 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
 
 def is_mtp(name: str, hidden_layers: int | None) -> bool:
     """Whether a tensor belongs to a multi-token-prediction block: by name, or a layer index past the last layer."""
-    if re.search(r"(^|\.)mtp(\.|_|$)|nextn", name):
+    if ("mtp" in name or "nextn" in name) and _MTP.search(name):
         return True
-    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    layer = _LAYER.search(name)
     return layer is not None and hidden_layers is not None and int(layer[1]) >= hidden_layers

@@ -9,6 +9,7 @@ rows at a time, always as uint8: torch has no arithmetic for E4M3, E8M0 or packe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,7 +24,7 @@ __all__ = ["MAX_HEADER_BYTES", "OpenedFolder", "Tensor", "TensorReader", "as_obj
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses longer headers (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
 INDEX = "model.safetensors.index.json"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx")
 """Files that some loader would take for weights."""
 
 
@@ -40,7 +41,7 @@ class Tensor:
     @property
     def elements(self) -> int:
         """Product of the shape; 1 for a scalar."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class _Slice(Protocol):
 
 
 class _TorchTensor(Protocol):
+    def item(self) -> float: ...
+
     def view(self, dtype: object) -> _TorchTensor: ...
 
     def reshape(self, shape: int) -> _TorchTensor: ...
@@ -127,9 +130,11 @@ class TensorReader:
         for start in range(0, tensor.shape[0], rows):
             yield start, self.rows(tensor, start, min(start + rows, tensor.shape[0]))
 
-    def f32(self, tensor: Tensor) -> NDArray[np.float32]:
-        """An F32 tensor's values, flat."""
-        return self.bytes_of(tensor).view("<f4").astype(np.float32)
+    def f32(self, tensor: Tensor) -> list[float]:
+        """An F32 tensor's values, flat; one value comes the short way, for there are two of those per expert."""
+        if tensor.elements == 1:
+            return [self._open(tensor.file).get_tensor(tensor.name).item()]
+        return self.bytes_of(tensor).view("<f4").astype(np.float64).tolist()
 
 
 def as_object(value: object) -> Mapping[str, object] | None:
@@ -199,15 +204,21 @@ def _weight_map(index: Mapping[str, object], found: Collector) -> dict[str, str]
         found.error("index-malformed", "has no weight_map object", where=INDEX, hint="rebuild the index")
         return {}
     kept: dict[str, str] = {}
+    inside: dict[str, bool] = {}
     for name, file in raw.items():
         if not isinstance(file, str):
             found.error("index-malformed", f"{name} has no file name", where=INDEX, hint="rebuild the index")
-        elif PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        elif not inside.setdefault(file, file in inside or _is_inside(file)):
             message = f"{name} points to {file}, outside the folder"
             found.error("index-path-escapes", message, where=INDEX, hint="an index may only name files of its folder")
         else:
             kept[name] = file
     return kept
+
+
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _choose_files(path: Path, names: list[str], listed: list[str] | None, found: Collector) -> list[str]:

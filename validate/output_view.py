@@ -117,10 +117,12 @@ def aliases(name: str) -> tuple[str, ...]:
 
     With `language_model.model.`, with `model.` and bare; `block_sparse_moe` and `mlp` in turn.
     """
-    bare = name.removeprefix("language_model.").removeprefix("model.")
+    wrapper = next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), "")
+    bare = name.removeprefix(wrapper)
     heads = (name, f"language_model.model.{bare}", f"model.{bare}", bare)
     names = [head.replace(old, new) for head in heads for old, new in _MOE_NAMES]
     return tuple(dict.fromkeys([*heads, *names]))
 
 
+_WRAPPERS = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 _MOE_NAMES = ((".block_sparse_moe.", ".mlp."), (".mlp.", ".block_sparse_moe."))

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from requant.kernels.availability import Availability, KernelUnavailableError, State
+from requant.kernels.availability import Availability, KernelUnavailableError, State, gpu
 from requant.kernels.formats import NumberFormat
 from requant.kernels.w4a4_build import NATIVE_ARCHITECTURES, find_cuda_tool, load_library
 from requant.kernels.w4a4_operands import Fp4Tensor, Routing, check_storage, route
@@ -305,19 +305,13 @@ def grouped_matmul(
 
 def availability() -> Availability:
     """Can the native kernels run here, or at least be compiled? Starts no compiler and no kernel."""
-    import torch
-
     nvcc = find_cuda_tool("nvcc")
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        name = f"{torch.cuda.get_device_name()} (SM{capability[0]}{capability[1]})"
-        if capability in NATIVE_ARCHITECTURES:
-            if nvcc:
-                return Availability(State.RUNS, f"{name}, FP4 mma; compiled by {nvcc} on first use")
-            return Availability(State.UNAVAILABLE, f"{name} could run it, but there is no nvcc: set CUDA_HOME")
-        chip = f"{name} has no warp-level FP4 mma"
-    else:
-        chip = "there is no GPU"
+    name, capability = gpu()
+    if capability in NATIVE_ARCHITECTURES:
+        if nvcc:
+            return Availability(State.RUNS, f"{name}, FP4 mma; compiled by {nvcc} on first use")
+        return Availability(State.UNAVAILABLE, f"{name} could run it, but there is no nvcc: set CUDA_HOME")
+    here = f"{name} has no warp-level FP4 mma" if capability else name
     if nvcc:
-        return Availability(State.COMPILES, f"for SM120 by {nvcc}; {chip}, so it runs under emulation at most")
-    return Availability(State.UNAVAILABLE, f"{chip} and no nvcc")
+        return Availability(State.COMPILES, f"for SM120 by {nvcc}; {here}, so it runs under emulation at most")
+    return Availability(State.UNAVAILABLE, f"{here} and no nvcc")

@@ -38,7 +38,7 @@ types: $(DEV_ENV)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 pytest: $(DEV_ENV)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 format: $(DEV_ENV)
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
+from requant.convert.layouts.reading import PLAIN_DTYPES
 from requant.convert.plan import Plan
 
 __all__ = ["exclude_modules", "index_json", "metadata_files"]
@@ -64,12 +65,19 @@ def index_json(plan: Plan) -> dict[str, Any]:
 
 
 def plain_modules(plan: Plan) -> list[str]:
-    """Modules whose weight has two dimensions or more and was not converted, sorted."""
+    """Modules whose weight has two dimensions or more and was not converted, sorted.
+
+    Weights that are bare parameters count too: stacked experts by the module that holds them, others by their name.
+    """
     converted = set(plan.converted)
     plain: set[str] = set()
     for tensor in plan.tensors:
+        if len(tensor.shape) < 2 or tensor.dtype not in PLAIN_DTYPES or tensor.name.endswith("bias"):
+            continue
         module = tensor.name.removesuffix(".weight")
-        if module != tensor.name and module not in converted and len(tensor.shape) >= 2:
+        if module == tensor.name and len(tensor.shape) > 2:
+            module = module.rpartition(".")[0] or module
+        if module not in converted:
             plain.add(module)
     return sorted(plain)
 

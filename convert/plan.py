@@ -21,7 +21,7 @@ from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
 from requant.convert.layouts.writing import Output, Part, parts_of
 from requant.convert.placement import OutShard, OutTensor, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
-from requant.convert.shards import TensorInfo, nbytes_of
+from requant.convert.shards import DTYPE_BITS, TensorInfo, nbytes_of
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import Manifest
@@ -369,6 +369,25 @@ def _refuse_kept_packed(weight: SourceWeight, layout: str, target: str) -> None:
             where=weight.module,
             hint="convert all packed weights: let a rule with `to: nvfp4` match this module",
         )
+
+
+_PACKED_DTYPES: Final = {"F4", "U8", "I8", *(dtype for dtype in DTYPE_BITS if dtype.startswith("F8_"))}
+
+
+def _refuse_unclaimed(
+    catalogue: Catalogue, owners: Mapping[str, SourceWeight], decisions: Mapping[str, Decision], layout: str
+) -> None:
+    """Quantized bytes that no weight of the layout accounts for: copied, they would be read as something else."""
+    for tensor in catalogue.tensors.values():
+        if tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2 or tensor.name in owners:
+            continue
+        if decisions[module_of(tensor.name)].to != "drop":
+            raise SourceError(
+                f"is {tensor.dtype} {list(tensor.shape)}, which layout {layout} has no use for: a scale without its "
+                "weight, or a weight quantized in another way",
+                where=f"{tensor.file}: {tensor.name}",
+                hint="name the right source.layout; if the tensor is not needed, drop it with a rule",
+            )
 
 
 def source_files(catalogue: Catalogue) -> Mapping[str, Mapping[str, object]]:

@@ -9,7 +9,8 @@ module in full does. Packed weights of the producer's own choice are exempt from
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +20,7 @@ from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import LayerRule
 
-__all__ = ["PROTECTED", "Decision", "RuleUse", "decide"]
+__all__ = ["PROTECTED", "Decision", "RuleUse", "decide", "refuse_idle"]
 
 PROTECTED: Final[tuple[tuple[str, str], ...]] = (
     ("*embed_tokens", "embedding"),
@@ -85,6 +86,7 @@ def decide(
     packed: dict[str, SourceWeight] = {w.module: w for w in weights}
     owners = {t.name: w.module for w in packed.values() for t in w.tensors}
     modules = list(dict.fromkeys(owners.get(name) or module_of(name) for name in catalogue.tensors))
+    stacked = {module_of(t.name) for t in catalogue.tensors.values() if len(t.shape) > 2 and t.name not in owners}
     used = [False] * len(rules)
     hit = [False] * len(rules)
     decisions: dict[str, Decision] = {}
@@ -96,7 +98,7 @@ def decide(
                 chosen = index
                 used[index] = True
                 break
-        decisions[module] = _decision(rules, chosen, packed.get(module), module, protected)
+        decisions[module] = _decision(rules, chosen, packed.get(module), module, protected, module in stacked)
     _refuse_unused(rules, used, matchers, modules)
     return decisions, modules
 
@@ -107,6 +109,7 @@ def _decision(
     weight: SourceWeight | None,
     module: str,
     protected: Sequence[tuple[object, str]],
+    stacked: bool,
 ) -> Decision:
     if chosen < 0:
         return Decision("keep", -1, "no rule matches: kept")
@@ -114,12 +117,29 @@ def _decision(
     if rule.to in ("keep", "drop"):
         return Decision(rule.to, chosen)
     if weight is None:
-        return Decision("keep", chosen, "not a weight: kept")
+        return Decision("keep", chosen, "stacked weights without scales: kept" if stacked else "not a weight: kept")
     if weight.format == "plain" and _has_wildcard(rule.match):
         for matches, reason in protected:
             if callable(matches) and matches(module):
                 return Decision("keep", chosen, f"{reason}: kept (name it in full to convert it)")
     return Decision(rule.to, chosen)
+
+
+def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], converting: Iterable[str]) -> None:
+    """ManifestError for rules that ask for a conversion and convert nothing: a model left as large as it was."""
+    busy = {decisions[module].rule for module in converting}
+    faults: list[str] = []
+    for index, rule in enumerate(rules):
+        if rule.to in ("keep", "drop") or rule.optional or index in busy:
+            continue
+        notes = Counter(d.note for d in decisions.values() if d.rule == index)
+        why = "; ".join(f"{count} modules: {note}" for note, count in notes.most_common())
+        faults.append(f"layers.{index} (match: {rule.match}) says to: {rule.to} and converts nothing ({why})")
+    if faults:
+        raise ManifestError(
+            "\n".join(faults),
+            hint="match the modules that hold weights (`requant inspect` lists names), or mark the rule optional: true",
+        )
 
 
 def _has_wildcard(pattern: str) -> bool:

@@ -84,16 +84,15 @@ def check_mxfp4(
     codes: TensorInfo, scales: TensorInfo | None, scale_name: str, scale_dtypes: tuple[str, ...]
 ) -> tuple[int, int]:
     """(N, K) of a packed MXFP4 weight [N, K/2] with scales [N, K/32], or SourceError. F4 [N, K] counts elements."""
-    shape = codes.shape
-    if codes.dtype == "F4":  # the header counts 4-bit elements; the bytes are the same
-        shape = (*shape[:-1], shape[-1] // 2)
-    if len(shape) != 2:
+    if len(codes.shape) != 2 or 0 in codes.shape:
         raise SourceError(
-            f"packed MXFP4 weight has shape {list(codes.shape)}, expected [N, K/2]",
+            f"packed MXFP4 weight has shape {list(codes.shape)}, expected [N, K/2], not empty",
             where=f"{codes.file}: {codes.name}",
             hint="name the right source.layout in the manifest",
         )
-    rows, cols = shape[0], shape[1] * 2
+    rows, cols = codes.shape
+    if codes.dtype != "F4":  # of F4 the header counts elements, of the others bytes
+        cols *= 2
     if scales is None:
         raise SourceError(
             f"has no scale tensor {scale_name}",

@@ -14,8 +14,9 @@ beside FP8 weights of one byte, both with a sibling `.scale`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import ReadingLayout, SourceWeight, check_mxfp4
@@ -54,11 +55,11 @@ class DeepSeekV4:
         """FP4 weights, FP8 block weights (kept as they are today), plain ones."""
         taken: set[str] = set()
         for tensor in catalogue.tensors.values():
-            if tensor.dtype not in ("I8", "F8_E4M3") or not tensor.name.endswith(".weight"):
+            if tensor.dtype not in ("I8", "F4", "F8_E4M3") or not tensor.name.endswith(".weight"):
                 continue
             module = tensor.name.removesuffix(".weight")
             scales = catalogue.tensors.get(f"{module}.scale")
-            if tensor.dtype == "I8":
+            if tensor.dtype != "F8_E4M3":
                 rows, cols = check_mxfp4(tensor, scales, f"{module}.scale", ("F8_E8M0",))
                 yield SourceWeight(module, "mxfp4", rows, cols, tensor, scales)
             elif scales is None:
@@ -67,9 +68,15 @@ class DeepSeekV4:
                     where=f"{tensor.file}: {tensor.name}",
                     hint="read without its scale it would be wrong by orders of magnitude: is a shard missing?",
                 )
-            else:
+            elif len(tensor.shape) == 2:
                 rows, cols = tensor.shape
                 yield SourceWeight(module, "fp8-block", rows, cols, tensor, scales)
+            else:
+                raise SourceError(
+                    f"F8_E4M3 weight has shape {list(tensor.shape)}, expected [N, K]",
+                    where=f"{tensor.file}: {tensor.name}",
+                    hint="name the right source.layout in the manifest",
+                )
             taken.update((tensor.name, f"{module}.scale"))
         yield from _plain_weights(catalogue, taken)
 
@@ -102,9 +109,9 @@ class GptOss:
     @staticmethod
     def _stacked(blocks: TensorInfo, scales: TensorInfo | None, bias: TensorInfo | None, module: str) -> SourceWeight:
         where = f"{blocks.file}: {blocks.name}"
-        if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_GROUP // 2 or blocks.dtype != "U8":
+        if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_GROUP // 2 or blocks.dtype != "U8" or 0 in blocks.shape:
             raise SourceError(
-                f"is {blocks.dtype} {list(blocks.shape)}, expected U8 [experts, N, K/32, 16]",
+                f"is {blocks.dtype} {list(blocks.shape)}, expected U8 [experts, N, K/32, 16], not empty",
                 where=where,
                 hint="name the right source.layout in the manifest",
             )
@@ -129,6 +136,36 @@ class GptOss:
         return SourceWeight(module, "mxfp4", rows, groups * MXFP4_GROUP, blocks, scales, experts, interleaved, bias)
 
 
+def _quant_algo(catalogue: Catalogue) -> str | None:
+    """quant_algo of a modelopt checkpoint, which states it in two files. SourceError if they disagree."""
+    nested: object = (catalogue.hf_quant_config or {}).get("quantization")
+    other = cast("dict[str, object]", nested).get("quant_algo") if isinstance(nested, dict) else None
+    algo = catalogue.quantization_config.get("quant_algo")
+    if algo and other and str(algo).lower() != str(other).lower():
+        raise SourceError(
+            f"says quant_algo {other}, config.json says {algo}",
+            where="hf_quant_config.json",
+            hint="the files are of two exports: download the checkpoint again",
+        )
+    return str(algo or other) if algo or other else None
+
+
+LAST_LOW_SCALES: Final = (0, 13, 0)
+"""compressed-tensors up to this release wrote MXFP4 exponents with bias 125 (its pull request 538, January 2026)."""
+
+
+def _refuse_low_scales(version: object) -> None:
+    """Exponents two too low would be read as weights a quarter of their size, and nothing downstream would notice."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(version or ""))[:3])
+    if numbers and numbers <= LAST_LOW_SCALES:
+        raise SourceError(
+            f"written by compressed-tensors {version}, whose MXFP4 scales are two exponents too low (bias 125)",
+            where="config.json",
+            hint="quantize again with compressed-tensors 0.14 or later; if the scales of this checkpoint were mended, "
+            "say source.layout: compressed-tensors",
+        )
+
+
 class Suffixed:
     """Producers that put codes and scales under two suffixes of one module."""
 
@@ -143,11 +180,12 @@ class Suffixed:
         method, kind = quant.get("quant_method"), str(quant.get("format", ""))
         if self.name == "compressed-tensors":
             if method == self.name and "mxfp4" in kind:
+                _refuse_low_scales(quant.get("version"))
                 return f"quantization_config: quant_method {method}, format {kind}"
             return None
         if self.name == "quark":
             return "quantization_config: quant_method quark" if method == "quark" else None
-        algo = quant.get("quant_algo") or (catalogue.hf_quant_config or {}).get("quantization", {}).get("quant_algo")
+        algo = _quant_algo(catalogue)
         if method in ("modelopt", None) and str(algo).lower() == "mxfp4":
             return f"quant_algo {algo}"
         return None

@@ -51,6 +51,14 @@ def check_exclude_lists(view: OutputView, found: Collector) -> list[str]:
     prefixes = runtime_prefixes([name for name in view.modules if name in plain or name in quantized])
     prefixes = [_stacked_parent(prefix) if view.modules[prefix.modules[0]].stacked else prefix for prefix in prefixes]
     missed: dict[str, None] = {}
+    for prefix in [prefix for prefix in prefixes if prefix.experts]:
+        left = [name for name in prefix.modules if name in plain]
+        if 0 < len(left) < len(prefix.modules):
+            message = f"{len(left)} of its {len(prefix.modules)} weights are plain ({left[0]}), the rest is not"
+            hint = "runtimes build all experts of a layer in one format: match all their projections, or none"
+            found.error("experts-mixed-formats", message, where=prefix.prefix, hint=hint)
+            missed.update(dict.fromkeys(left))
+            prefixes.remove(prefix)
     for runtime, matcher in matchers_for(declared).items():
         for prefix in prefixes:
             left = [name for name in prefix.modules if name in plain]

@@ -106,7 +106,7 @@ def check_hybrid(view: OutputView, found: Collector) -> None:
             found.error("hybrid-keys-missing", message, where="quantization_config", hint="write all of them")
         wrong = str(declared.raw.get("moe_quant_algo", "")).upper()
         if wrong not in ("NVFP4", ""):
-            message = f"moe_quant_algo is {wrong}, the experts are NVFP4"
+            message = f"moe_quant_algo is {wrong}: beside quant_method fp8 runtimes know NVFP4 (W4A4) alone"
             found.error("hybrid-keys-missing", message, where="quantization_config.moe_quant_algo", hint="write NVFP4")
         if declared.group_sizes - {16}:
             message = f"group_size is {sorted(declared.group_sizes)}, NVFP4's is 16"

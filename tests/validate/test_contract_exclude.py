@@ -119,6 +119,18 @@ def test_glob_over_the_experts_excludes_nothing(export, hits):
     assert one.check(*RUNTIMES).errors == ()
 
 
+def test_experts_of_a_layer_share_one_format(export, hits):
+    """A down_proj whose K does not divide was left plain, gate and up were not: no list can say so."""
+    one = export("qwen3moe_nvfp4_experts")
+    for name, tensor in list(one.tensors.items()):
+        if name.endswith("down_proj.weight") and tensor.dtype == torch.uint8:
+            one.tensors[name] = plain((tensor.shape[0], tensor.shape[1] * 2))
+    one.drop("down_proj.weight_scale", "down_proj.weight_scale_2", "down_proj.input_scale")
+    result = one.check(*RUNTIMES)
+    assert hits(result) == {"experts-mixed-formats", "bits-per-weight"}
+    assert hits(result, "experts-mixed-formats")[0].message.startswith("4 of its 12 weights are plain")
+
+
 def test_embeddings_need_no_entry(export):
     """Published lists of older exports do not name embed_tokens."""
     one = export("llama_nvfp4_kvfp8")

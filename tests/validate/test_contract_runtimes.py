@@ -95,6 +95,7 @@ class TestDeepSeekV4Hybrid:
     def test_the_published_form_passes(self, deepseek_v4):
         result = deepseek_v4().check("vllm", "sglang", "trtllm", "transformers")
         assert result.errors == ()
+        assert result.data["bits_per_weight"] == 4.5
         assert result.data["runtimes"] == {
             "vllm": "simulated: ok",
             "sglang": "simulated: ok",

@@ -20,7 +20,11 @@ MAY_IMPORT = {
     "validate": {"validate", "manifests", "kernels"},
 }
 SEES_ALL = {"convert/cli.py"}
-MODULES = {"PyYAML": {"yaml"}, "pydantic": {"pydantic", "pydantic_core"}}  # pydantic documents errors of its core
+MODULES = {  # distribution -> the modules that come with it, where that is not its own name
+    "PyYAML": {"yaml"},
+    "pydantic": {"pydantic", "pydantic_core"},  # custom errors are documented as coming from its core
+    "torch": {"torch", "triton"},  # its CUDA builds bring Triton
+}
 
 
 def sources(folder):

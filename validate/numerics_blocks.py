@@ -63,9 +63,10 @@ _HIGH: Final = np.concatenate([_MIDPOINTS, [np.inf]]) * (1 + _SLACK)
 class Tally:
     """Counts of 16-blocks (blocks32, lossy32: of 32-blocks) and errors of one tensor, in weight units.
 
-    zero_signs: zeros whose sign was lost, in weights. misrounded: weights whose code is not the nearest under the scale
-    that is stored. avoidable: lossy blocks that the same global scale could have held exactly. nan: blocks with a NaN
-    scale, counted as lossy and left out of the errors. signal: sum of the squares of the source.
+    changed: weights with another value. zero_signs: zeros whose sign was lost, in weights. misrounded: weights whose
+    code is not the nearest under the scale that is stored. avoidable: lossy blocks that the same global scale could
+    have held exactly. nan: blocks with a NaN scale, counted as lossy and left out of the errors. signal: sum of the
+    squares of the source.
     """
 
     blocks: int = 0
@@ -75,6 +76,7 @@ class Tally:
     lossy: int = 0
     blocks32: int = 0
     lossy32: int = 0
+    changed: int = 0
     zero_signs: int = 0
     below_marlin: int = 0
     avoidable: int = 0
@@ -147,6 +149,7 @@ def compare_values(values: Floats, output: Planes, tally: Tally) -> None:
     lost = ((error != 0) | nan).reshape(rows, k // BLOCK, BLOCK).any(axis=-1)
     lossy = int(np.count_nonzero(lost))
     tally.lossy += lossy
+    tally.changed += int(np.count_nonzero((error != 0) | nan))
     tally.exact += lost.size - lossy
     tally.misrounded += _misrounded(values, codes, steps)
     tally.max_error = max(tally.max_error, float(np.abs(error).max(initial=0.0)))
@@ -222,6 +225,7 @@ def _compare_blocks(source: Planes, output: Planes, r: NDArray[np.intp], b: NDAr
     lossy = ~equal
     if lossy.any():
         tally.lossy += int(np.count_nonzero(lossy))
+        tally.changed += int(np.count_nonzero(was[lossy] != now[lossy]))
         counted = lossy & ~nan
         error = np.abs(was[counted] - now[counted])
         tally.max_error = max(tally.max_error, float(error.max(initial=0.0)))

@@ -80,7 +80,7 @@ class Result:
 def compare(
     name: str, pairs: list[Pair], before: MappedReader, after: MappedReader, advance: Callable[[int], None]
 ) -> Result:
-    """Compare one output weight with its source. advance: told the bytes of source codes after each tile."""
+    """Compare one output weight with its source. advance: told the bytes of the source after each tile."""
     result = Result(name, pairs)
     plain = pairs[0].source.format is NumberFormat.BF16
     if plain:
@@ -170,7 +170,10 @@ def _global_scale(weight: Weight, reader: MappedReader) -> float:
 
 
 def _row_bytes(weight: Weight) -> int:
-    return weight.k * 2 if weight.format is NumberFormat.BF16 else weight.k // 2
+    """Bytes of one row of values, or of codes and scales."""
+    if weight.format is NumberFormat.BF16:
+        return weight.k * max(1, weight.codes.tensor.nbytes // max(1, weight.codes.tensor.elements))
+    return weight.k // 2 + weight.k // weight.format.group
 
 
 def _tiles(weight: Weight) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW
+from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW, NumberFormat
 from requant.validate.results import JSON, Finding, StageResult, Status
 from requant.validate.verdict import SignOff
 
@@ -49,7 +49,7 @@ def render_markdown(signoff: SignOff) -> str:
         tuple((f.name, f"{f.size:,}", f"`{f.sha256}`") for f in signoff.files),
         frozenset({1}),
     )
-    lines += [f"## {files.heading}", "", *_markdown_table(files), "", _footer(signoff), ""]
+    lines += [f"## {files.heading}", "", *_markdown_table(files), "", "  \n".join(_footer(signoff)), ""]
     return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ def render_text(signoff: SignOff) -> str:
         if shown:
             lines += [f"Findings: {stage.stage}", *(f"  {line}" for line in _findings(stage, shown)), ""]
     size = sum(file.size for file in signoff.files)
-    lines.append(f"{len(signoff.files):,} files, {_bytes(size)}, hashed. {_footer(signoff)}")
+    lines += [f"{len(signoff.files):,} files, {_bytes(size)}, hashed", *_footer(signoff)]
     return "\n".join(lines) + "\n"
 
 
@@ -114,15 +114,17 @@ def _weights(numerics: StageResult) -> Table:
     windows, dropped = _object(totals.get("windows")), _object(census.get("dropped"))
     blocks, blocks32 = _int(totals, "blocks"), _int(totals, "blocks32")
     before, after = _int(census, "source_bytes"), _int(census, "output_bytes")
-    rows = [
-        ("weights converted", f"{_int(totals, 'weights'):,}"),
-        ("blocks of 16: equal, codes unchanged", _part(_int(totals, "exact"), blocks)),
-        ("blocks of 16: equal by exact shift", _part(_int(totals, "shifted"), blocks)),
-        ("blocks of 16: lossy", _part(_int(totals, "lossy"), blocks)),
-        ("blocks of 32: lossy", _part(_int(totals, "lossy32"), blocks32)),
-    ]
-    if _int(totals, "zero_sign"):
-        rows.insert(3, ("blocks of 16: equal but for the sign of a zero", _part(_int(totals, "zero_sign"), blocks)))
+    weights = _int(totals, "weights")
+    rows = [("weights equal to their source", _part(weights - _int(totals, "changed"), weights))]
+    if not _from_plain(numerics):
+        rows += [
+            ("blocks of 16: equal, codes unchanged", _part(_int(totals, "exact"), blocks)),
+            ("blocks of 16: equal by exact shift", _part(_int(totals, "shifted"), blocks)),
+            ("blocks of 16: lossy", _part(_int(totals, "lossy"), blocks)),
+            ("blocks of 32: lossy", _part(_int(totals, "lossy32"), blocks32)),
+        ]
+        if _int(totals, "zero_sign"):
+            rows.insert(3, ("blocks of 16: equal but for the sign of a zero", _part(_int(totals, "zero_sign"), blocks)))
     if _int(totals, "lossy"):
         rows.append(("largest error", f"{_float(totals, 'max_error'):.4g}"))
         rows.append(("least SQNR of a tensor", _db(totals.get("min_sqnr_db"))))
@@ -144,9 +146,7 @@ def _weights(numerics: StageResult) -> Table:
 
 def _worst(numerics: StageResult) -> list[Table]:
     """The tensors with the most to say: most lossy blocks, then least SQNR, then the widest span of exponents."""
-    tensors = _object(numerics.data.get("tensors"))
-    columns = cast("Sequence[str]", tensors.get("columns") or ())
-    rows = [dict(zip(columns, row, strict=True)) for row in cast("Sequence[Sequence[JSON]]", tensors.get("rows") or ())]
+    rows = _tensor_rows(numerics)
 
     def badness(row: Mapping[str, JSON]) -> tuple[float, float, float, str]:
         sqnr, span = row["sqnr_db"], row["fused_span"]
@@ -178,6 +178,20 @@ def _worst(numerics: StageResult) -> list[Table]:
     return [Table(heading, columns_out, cells, frozenset(range(1, 8)), note)]
 
 
+def _tensor_rows(numerics: StageResult) -> list[dict[str, JSON]]:
+    """The rows of the numerics stage, each with its columns' names."""
+    tensors = _object(numerics.data.get("tensors"))
+    columns = cast("Sequence[str]", tensors.get("columns") or ())
+    rows = cast("Sequence[Sequence[JSON]]", tensors.get("rows") or ())
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _from_plain(numerics: StageResult) -> bool:
+    """Whether all that was converted came from plain weights, where a count of equal blocks says nothing."""
+    rows = _tensor_rows(numerics)
+    return bool(rows) and all(row["source"] == NumberFormat.BF16.value for row in rows)
+
+
 def _window(span: JSON) -> str:
     if not isinstance(span, int):
         return "-"
@@ -199,9 +213,14 @@ def _findings(stage: StageResult, findings: Sequence[Finding] | None = None) -> 
     return lines
 
 
-def _footer(signoff: SignOff) -> str:
-    facts = {**signoff.environment, **{f"source {key}": value for key, value in signoff.source.items()}}
-    return f"{signoff.created}; " + ", ".join(f"{key} {value}" for key, value in facts.items())
+def _footer(signoff: SignOff) -> list[str]:
+    """When and with what it was judged, and what was judged. Hashes are shortened; the JSON has them whole."""
+    lines = [f"Judged {signoff.created} with {_facts(signoff.environment)}"]
+    return [*lines, f"Source: {_facts(signoff.source)}"] if signoff.source else lines
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value[:12] if key.endswith('sha256') else value}" for key, value in facts.items())
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

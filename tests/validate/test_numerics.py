@@ -143,6 +143,7 @@ def test_modelopts_cast_is_charged_with_its_lost_zero_signs_and_its_out_of_range
         assert row["lossy32"] == row["lossy"] // 2
         assert row["exact"] + row["shifted"] + row["zero_sign"] + row["lossy"] == row["blocks"]
         assert row["shifted"] == 0
+        assert 0 < row["changed"] <= 32 if "layers.1" in name else row["changed"] == 0
         assert row["span"] == (32 if "layers.1" in name else 5)
     assert result.data["census"]["copied"] == 33
     assert [f.where for f in result.errors if f.rule == "lossy-blocks"] == [n for n in rows if "layers.1" in n]
@@ -204,6 +205,7 @@ def test_counts_and_errors_agree_with_the_oracle_in_exact_rationals(span: int, m
     assert Fraction(tally.max_error) == counts.max_error
     assert tally.squared_error == pytest.approx(float(counts.squared_error), rel=1e-12)
     assert (tally.zero_sign, tally.zero_signs, tally.misrounded, tally.avoidable, tally.nan) == (0, 0, 0, 0, 0)
+    assert tally.changed == int((ref.dequantize_mxfp4(codes, scales) != ref.dequantize_nvfp4(*member, 2.0**m)).sum())
     pairs = ~np.equal(ref.dequantize_mxfp4(codes, scales), ref.dequantize_nvfp4(*member, 2.0**m)).reshape(
         8, -1, 32
     ).all(axis=-1)

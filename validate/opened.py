@@ -157,7 +157,7 @@ def open_folder(path: Path, found: Collector) -> OpenedFolder:
     index = _read_json(path, INDEX, found)
     _check_complete(path, lock, found)
 
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors") and entry.is_file())
     weight_map = _weight_map(index, found) if index is not None else None
     listed = sorted(set(weight_map.values())) if weight_map is not None else None
     files = _choose_files(path, names, listed, found)

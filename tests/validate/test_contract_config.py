@@ -272,6 +272,9 @@ def test_mtp_layers_are_recognised_by_name_and_by_layer_index(export, hits, name
     one.tensors[name] = torch.zeros(64, 64, dtype=torch.bfloat16)
     one.exclude([*one.quant["ignore"], name.removesuffix(".weight")])
     assert hits(one.check("vllm", "sglang"), "mtp-declared-absent") == []
+    del one.config["num_nextn_predict_layers"]
+    one.folder = one.folder.with_name("undeclared")
+    assert [f.severity for f in hits(one.check(), "mtp-undeclared")] == ["info"]
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])

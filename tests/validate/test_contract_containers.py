@@ -65,6 +65,27 @@ def test_index_cannot_point_outside_the_folder(export, hits, file):
     assert [finding.severity for finding in hits(one.check(), "index-path-escapes")] == ["error"]
 
 
+@pytest.mark.parametrize("weight_map", [None, ["lm_head.weight"]])
+def test_index_without_a_map_is_named(export, hits, weight_map):
+    one = export("llama_nvfp4_kvfp8").write()
+    one.index({"metadata": {}, "weight_map": weight_map})
+    assert "index-malformed" in hits(one.check())
+
+
+def test_index_entry_without_a_file_name_is_named(export, hits):
+    one = export("llama_nvfp4_kvfp8").write(shards=2)
+    index = one.read_index()
+    index["weight_map"]["lm_head.weight"] = 1
+    one.index(index)
+    assert hits(one.check(), "index-malformed")[0].message == "lm_head.weight has no file name"
+
+
+def test_folder_named_like_a_shard_is_no_shard(export):
+    one = export("llama_nvfp4_kvfp8").write()
+    (one.folder / "old.safetensors").mkdir()
+    assert one.check().errors == ()
+
+
 def test_second_copy_of_the_weights_is_an_error(export, hits):
     """C98: consolidated.safetensors beside the shards is read by loaders that glob."""
     one = export("llama_nvfp4_kvfp8").write(shards=2)

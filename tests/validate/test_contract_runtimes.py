@@ -54,6 +54,12 @@ def test_weight_only_nvfp4_is_unverified_in_sglang(export):
     assert data["runtimes"] == {"vllm": "simulated: ok", "sglang": "unverified"}
 
 
+def test_vllm_does_not_read_an_nvfp4_kv_scheme(export, hits):
+    one = export("llama_nvfp4_kvnvfp4")
+    assert [f.severity for f in hits(one.check("vllm"), "kv-scheme-ignored")] == ["warning"]
+    assert hits(one.check("sglang"), "kv-scheme-ignored") == []
+
+
 @pytest.mark.parametrize("key", ["group_size", "kv_cache_quant_algo", "exclude_modules"])
 def test_vllm_requires_three_keys_of_the_nested_form(export, hits, key):
     one = export("llama_nvfp4_kvfp8")

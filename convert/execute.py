@@ -81,25 +81,47 @@ def execute(
     or the disk. IncompleteError: stopped half way, resumable. SourceError: the source's bytes are bad.
     """
     output, partial = plan.output, partial_of(plan.output)
-    refuse_overlap(plan.catalogue.root, output)
+    for folder in (output, partial):
+        refuse_overlap(plan.catalogue.root, folder)
     _refuse_finished(output, force)
     _make_folder(partial)
-    with _owned(partial):
-        if force:
-            _discard(partial)
-        (partial / RECORDS).mkdir(exist_ok=True)
-        journal_path = partial / RECORDS / "journal.jsonl"
-        with Journal(journal_path, plan.sha256) as journal:
-            if lock is not None:
-                _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
-            run = _Run(plan, partial, journal, progress)
-            resumed = len(journal.done)
-            run.prepare()
-            run.work(workers)
-            result = RunResult(output, dict(journal.done), resumed)
-        finish(partial, result)
-        _publish(partial, output, force)
+    try:
+        with _owned(partial):
+            _refuse_finished(output, force)  # another run may have finished it just now
+            if force:
+                _discard(partial)
+            journal_path = partial / RECORDS / "journal.jsonl"
+            with Journal(journal_path, plan.sha256) as journal:
+                if journal.fresh:
+                    _discard(partial, keep_records=True)  # shards of a plan that nobody remembers
+                if lock is not None:
+                    _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
+                run = _Run(plan, partial, journal, progress)
+                resumed = len(journal.done)
+                run.prepare()
+                run.work(workers)
+                result = RunResult(output, dict(journal.done), resumed)
+            _refuse_changed_source(plan, journal_path)
+            finish(partial, result)
+            _publish(partial, output, force)
+    except OSError as error:
+        raise _disk_fault(error, partial, plan.catalogue.root) from error
     return result
+
+
+def _refuse_changed_source(plan: Plan, journal_path: Path) -> None:
+    """What was written mixes old and new bytes if a source file changed meanwhile; then nothing of it counts."""
+    for shard in plan.catalogue.shards:
+        try:
+            stat = (plan.catalogue.root / shard.file).stat()
+            same = (stat.st_size, stat.st_mtime_ns) == (shard.size, shard.mtime_ns)
+        except OSError:
+            same = False
+        if not same:
+            journal_path.unlink(missing_ok=True)
+            raise SourceError(
+                "changed while it was converted", where=shard.file, hint="let it settle, then run again with --force"
+            )
 
 
 def _refuse_finished(output: Path, force: bool) -> None:
@@ -124,6 +146,12 @@ def _refuse_finished(output: Path, force: bool) -> None:
 
 
 def _make_folder(partial: Path) -> None:
+    if partial.is_dir() and any(partial.iterdir()) and not (partial / RECORDS).is_dir():
+        raise LockError(
+            "is not empty and was not begun by requant",
+            where=str(partial),
+            hint="unfinished outputs go there: move it away, or name another target.output",
+        )
     try:
         partial.mkdir(parents=True, exist_ok=True)
         probe = partial / RECORDS
@@ -146,7 +174,7 @@ def _owned(partial: Path) -> Generator[None]:
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raw = os.read(fd, 4096)
             owner: dict[str, Any] = json.loads(raw) if raw.strip() else {}
             raise LockError(
@@ -154,6 +182,10 @@ def _owned(partial: Path) -> Generator[None]:
                 where=str(partial),
                 hint="wait for it, stop it, or name another target.output",
             ) from error
+        if not path.exists() or os.fstat(fd).st_ino != path.stat().st_ino:
+            raise LockError(
+                "another run finished it this moment", where=str(partial), hint="look at the output, then run again"
+            )
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         yield
@@ -161,19 +193,19 @@ def _owned(partial: Path) -> Generator[None]:
         os.close(fd)
 
 
-def _discard(partial: Path) -> None:
+def _discard(partial: Path, keep_records: bool = False) -> None:
     """Empty an unfinished output, the owner's file aside."""
     for path in partial.iterdir():
         if path.name != RECORDS:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in (partial / RECORDS).iterdir():
-        if path.name != "owner.json":
+        if path.name != "owner.json" and not keep_records:
             path.unlink()
 
 
 def _publish(partial: Path, output: Path, force: bool) -> None:
     """Give the finished folder its name. What --force replaces is removed only afterwards."""
-    shutil.rmtree(partial / RECORDS)
+    _sync_files(partial)
     replaced: Path | None = None
     if output.exists():
         if any(output.iterdir()):
@@ -185,10 +217,18 @@ def _publish(partial: Path, output: Path, force: bool) -> None:
             output.rename(replaced)
         else:
             output.rmdir()
+    shutil.rmtree(partial / RECORDS)
     partial.rename(output)
     _sync_folder(output.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
+
+
+def _sync_files(partial: Path) -> None:
+    """Metadata and sidecars reach the disk before the folder gets its name (shards were synced one by one)."""
+    for path in partial.rglob("*"):
+        if path.is_dir() or (path.suffix != ".safetensors" and RECORDS not in path.parts):
+            _sync_folder(path)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -203,6 +243,23 @@ def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _disk_fault(error: OSError, partial: Path, source: Path) -> RequantError:
+    """What a failed call means to the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return IncompleteError(
+            f"the disk is full ({error.strerror})",
+            where=str(partial),
+            hint="free some space and run the same command again: it goes on where it stopped",
+        )
+    if error.filename and str(error.filename).startswith(str(source)):
+        return SourceError(f"{error.strerror}", where=str(error.filename), hint="the source changed during the run")
+    return IncompleteError(
+        f"{error.strerror} ({error.filename or 'no file named'})",
+        where=str(partial),
+        hint="mend the disk and run the same command again: it goes on where it stopped",
+    )
 
 
 class _Run:
@@ -258,26 +315,25 @@ class _Run:
                 where=str(self.partial),
                 hint="free some space or choose another target.output; what is done is kept, run again to go on",
             )
-        try:
-            for number, shard in enumerate(self.plan.shards):
-                final, part = self.partial / shard.file, self.partial / (shard.file + PART_SUFFIX)
-                if final.exists():
-                    self._left[number] = 0
-                    self._sealed.add(number)
-                    continue
-                if not part.exists() or part.stat().st_size != shard.size:
-                    self._forget(number)
-                    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-                    try:
-                        preallocate(fd, shard.size)
-                    finally:
-                        os.close(fd)
-                write_all(self.output(number), shard.header, 0)
-        except OSError as error:
-            raise self._disk_fault(error) from error
+        for number, shard in enumerate(self.plan.shards):
+            final, part = self.partial / shard.file, self.partial / (shard.file + PART_SUFFIX)
+            if final.exists() and final.stat().st_size == shard.size:
+                self._left[number] = 0
+                self._sealed.add(number)
+                continue
+            final.unlink(missing_ok=True)  # someone cut it since it was sealed
+            if not part.exists() or part.stat().st_size != shard.size:
+                self._forget(number)
+                fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+                try:
+                    preallocate(fd, shard.size)
+                finally:
+                    os.close(fd)
+            write_all(self.output(number), shard.header, 0)
 
     def _missing_bytes(self) -> int:
-        missing = 0
+        catalogue = self.plan.catalogue
+        missing = sum((catalogue.root / file).stat().st_size for file in catalogue.sidecars)
         for shard in self.plan.shards:
             part = self.partial / (shard.file + PART_SUFFIX)
             if not (self.partial / shard.file).exists():
@@ -337,22 +393,17 @@ class _Run:
         if self._stop.is_set():
             return
         unit = self.plan.units[index]
-        try:
-            counts = run_unit(self.plan, unit, self)
-            self.journal.unit(index, counts)
-            sealed: list[int] = []
-            with self._lock:
-                self._progress(unit.nbytes)
-                for shard in self._touched[index]:
-                    self._left[shard] -= 1
-                    if self._left[shard] == 0:
-                        sealed.append(shard)
-            for shard in sealed:
-                self._seal(shard)
-        except RequantError:
-            raise
-        except OSError as error:
-            raise self._disk_fault(error) from error
+        counts = run_unit(self.plan, unit, self)
+        self.journal.unit(index, counts)
+        sealed: list[int] = []
+        with self._lock:
+            self._progress(unit.nbytes)
+            for shard in self._touched[index]:
+                self._left[shard] -= 1
+                if self._left[shard] == 0:
+                    sealed.append(shard)
+        for shard in sealed:
+            self._seal(shard)
 
     def _seal(self, shard: int) -> None:
         """Sync a complete shard and give it its final name."""
@@ -366,18 +417,3 @@ class _Run:
         os.fsync(fd)
         self._outputs.close(file + PART_SUFFIX)
         part.rename(self.partial / file)
-
-    def _disk_fault(self, error: OSError) -> RequantError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return IncompleteError(
-                f"the disk is full ({error.strerror})",
-                where=str(self.partial),
-                hint="free some space and run the same command again: it goes on where it stopped",
-            )
-        if error.filename and str(error.filename).startswith(str(self.plan.catalogue.root)):
-            return SourceError(f"{error.strerror}", where=str(error.filename), hint="the source changed during the run")
-        return IncompleteError(
-            f"{error.strerror} ({error.filename or 'no file named'})",
-            where=str(self.partial),
-            hint="mend the disk and run the same command again: it goes on where it stopped",
-        )

@@ -30,34 +30,35 @@ def boot_id() -> str:
 
 
 class Journal:
-    """Append-only record of finished units with their counts. Thread-safe."""
+    """Append-only record of finished units with their counts. Thread-safe. fresh: there was none to go on from."""
 
     def __init__(self, path: Path, plan_sha256: str) -> None:
         self.done: dict[int, dict[str, Any]] = {}
         self.same_boot = True
         self._lock = threading.Lock()
-        fresh = not path.exists() or path.stat().st_size == 0
-        if not fresh:
-            self._read(path, plan_sha256)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if fresh:
+        self.fresh = not path.exists() or not self._read(path, plan_sha256)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if self.fresh else 0), 0o644)
+        if self.fresh:
             self._append({"plan": plan_sha256, "boot": boot_id()})
+            os.fsync(self._fd)  # after a crash the shards that were sealed still know their plan
         elif not self.same_boot:
             self._append({"boot": boot_id()})
 
-    def _read(self, path: Path, plan_sha256: str) -> None:
+    def _read(self, path: Path, plan_sha256: str) -> bool:
+        """Take over what an earlier run recorded; False if not even the first line can be read."""
         lines = path.read_bytes().split(b"\n")
         complete = lines[:-1]  # the last piece is empty, or a line that the kill cut off
         records: list[dict[str, Any]] = []
         for line in complete:
             try:
-                records.append(cast("dict[str, Any]", json.loads(line)))
+                record: object = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(record, dict):
+                break
+            records.append(cast("dict[str, Any]", record))
         if not records:
-            path.write_bytes(b"")
-            self._append_missing_head(path, plan_sha256)
-            return
+            return False
         if records[0].get("plan") != plan_sha256:
             raise LockError(
                 "the unfinished output was begun with another plan (manifest, source or version changed)",
@@ -79,9 +80,7 @@ class Journal:
         valid = b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in records)
         if len(valid) != path.stat().st_size:
             path.write_bytes(valid)
-
-    def _append_missing_head(self, path: Path, plan_sha256: str) -> None:
-        path.write_bytes(json.dumps({"plan": plan_sha256, "boot": boot_id()}, separators=(",", ":")).encode() + b"\n")
+        return True
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"

@@ -74,6 +74,8 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
     else:
         root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
     output = Path(manifest.target.output).expanduser()
+    if output.is_symlink() or output.name in ("", ".."):  # a folder is renamed at the end, and a link is none
+        output = output.resolve()
     refuse_overlap(root, output)
     catalogue = open_checkpoint(root)
     layout, reason = recognise(catalogue, manifest.source.layout)

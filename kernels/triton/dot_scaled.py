@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUntypedFunctionDecorator=false, reportUnknownParameterType=false
 # pyright: reportMissingParameterType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportFunctionMemberAccess=false
+# pyright: reportFunctionMemberAccess=false, reportAssignmentType=false, reportArgumentType=false
 # Triton is optional and ships no types; a kernel's parameters are its own language, not Python's.
 """W4A4 for SM100 (B200, GB200): Triton's `dot_scaled` on the checkpoint's own layout.
 

@@ -23,8 +23,8 @@ from requant.kernels.repack import (
     choose_exponent,
     find_nan_scale,
     global_scale,
-    scale_pair_table,
     window_exponent,
+    window_scales,
 )
 from requant.manifests.errors import SourceError
 
@@ -166,31 +166,30 @@ def _refuse_nan(member: Member, first: int, tile: NDArray[np.uint8]) -> None:
 
 
 def _repack_in_window(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Counts:
-    """Step 1: codes copied as bytes, each scale byte becomes two by table."""
-    table = scale_pair_table(m)
+    """Step 1: codes copied as bytes, each scale byte becomes two by arithmetic."""
     blocks = 0
     for member in unit.members:
         target = plan.tensors[member.out_scales]
         fd = files.output(target.shard)
         scales = _planes(member)
         if member.transposed:
-            _transpose(plan, member, files, table)
+            _transpose(plan, member, files, m)
         else:
             for first, tile in _tiles(scales, files):
-                write_all(fd, table[tile], target.begin + first * scales.row_bytes * 2)
+                write_all(fd, window_scales(tile, m), target.begin + first * scales.row_bytes * 2)
             codes = plan.tensors[member.out_codes]
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
         blocks += member.rows * (member.cols // NVFP4_GROUP)
     return Counts(exact=blocks)
 
 
-def _transpose(plan: Plan, member: Member, files: Opened, table: NDArray[np.uint16]) -> None:
+def _transpose(plan: Plan, member: Member, files: Opened, m: int) -> None:
     """Stacked experts, planes written [K/.., N]: one expert at a time, codes and scales alike."""
     codes, scales = member.codes, _planes(member)
     out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
     rows = member.rows // member.transposed
     for expert in range(member.transposed):
-        plane = table[_read_rows(scales, files.source(scales.tensor.file), expert * rows, rows)].view(np.uint8)
+        plane = window_scales(_read_rows(scales, files.source(scales.tensor.file), expert * rows, rows), m)
         _write_transposed(plane, files.output(out_scales.shard), out_scales.begin + expert * plane.size)
         block = _read_rows(codes, files.source(codes.tensor.file), expert * rows, rows)
         _write_transposed(block, files.output(out_codes.shard), out_codes.begin + expert * block.size)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from requant.kernels.formats import E4M3_VALUES, e4m3_pow2_byte
 from requant.kernels.reference import dequantize_mxfp4, dequantize_nvfp4, pack_nibbles, repack_oracle
-from requant.kernels.repack import global_scale, repack, scale_pair_table, window_exponent
+from requant.kernels.repack import global_scale, repack, window_exponent, window_scales
 
 K_MAX = 120
 
@@ -134,13 +134,23 @@ def test_step_one_needs_no_codes_and_keeps_every_scale_in_marlins_window():
     for span in range(15):
         m = window_exponent(100 - span, 100)
         assert m == 100 - 127 - 8
-        table = scale_pair_table(m)
-        for byte in range(100 - span, 101):
-            pair = table[byte : byte + 1].view(np.uint8)
-            assert pair[0] == pair[1] == e4m3_pow2_byte(byte - 127 - m)
-            assert E4M3_VALUES[pair[0]] >= 2.0**-6
+        plane = np.arange(100 - span, 101, dtype=np.uint8)[None]
+        pairs = window_scales(plane, m)
+        for byte, (first, second) in zip(plane[0], pairs.reshape(-1, 2), strict=True):
+            assert first == second == e4m3_pow2_byte(int(byte) - 127 - m)
+            assert E4M3_VALUES[first] >= 2.0**-6
     assert window_exponent(85, 100) is None
     assert window_exponent(255, 255) is None
+
+
+@pytest.mark.parametrize("top", range(255))
+def test_step_one_is_right_for_every_largest_byte(top):
+    """The uint8 arithmetic wraps around; every (k_max, k) of the window against the table of powers of two."""
+    low = max(top - 14, 0)
+    m = window_exponent(low, top)
+    plane = np.arange(low, top + 1, dtype=np.uint8)[:, None]
+    want = [[e4m3_pow2_byte(byte - 127 - m)] * 2 for byte in range(low, top + 1)]
+    np.testing.assert_array_equal(window_scales(plane, m), want)
 
 
 def test_global_scale_is_exact_at_both_ends():

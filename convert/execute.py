@@ -31,7 +31,7 @@ from typing import Any, Final
 from requant.convert.compute import run_unit
 from requant.convert.files import Files, preallocate, write_all
 from requant.convert.journal import Journal
-from requant.convert.plan import CopyUnit, Plan, Unit, refuse_overlap
+from requant.convert.plan import CopyUnit, GroupUnit, Plan, Unit, refuse_overlap
 from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
 
 __all__ = ["PARTIAL_SUFFIX", "RECORDS", "Progress", "RunResult", "default_workers", "execute", "partial_of"]
@@ -303,6 +303,13 @@ class _Run:
 
     def prepare(self) -> None:
         """Preallocate what is missing; count what each shard still waits for."""
+        for number, shard in enumerate(self.plan.shards):
+            final = self.partial / shard.file
+            if final.exists() and final.stat().st_size == shard.size:
+                self._sealed.add(number)
+        for index, record in self.journal.unsure.items():
+            if index not in self.journal.done and self._sealed.issuperset(self._touched[index]):
+                self.journal.done[index] = record
         for index, shards in enumerate(self._touched):
             if index not in self.journal.done:
                 for shard in shards:
@@ -317,9 +324,8 @@ class _Run:
             )
         for number, shard in enumerate(self.plan.shards):
             final, part = self.partial / shard.file, self.partial / (shard.file + PART_SUFFIX)
-            if final.exists() and final.stat().st_size == shard.size:
+            if number in self._sealed:
                 self._left[number] = 0
-                self._sealed.add(number)
                 continue
             final.unlink(missing_ok=True)  # someone cut it since it was sealed
             if not part.exists() or part.stat().st_size != shard.size:
@@ -366,10 +372,10 @@ class _Run:
             self._outputs.close()
 
     def _is_open(self, unit: int) -> bool:
-        """Not done, or done in a shard that has to be written again."""
+        """Not done. A copy into sealed shards needs no record; a group does: its counts are part of the result."""
         if unit in self.journal.done:
             return False
-        return any(self._left[shard] for shard in self._touched[unit])
+        return isinstance(self.plan.units[unit], GroupUnit) or any(self._left[n] for n in self._touched[unit])
 
     def _drive(self, pool: ThreadPoolExecutor, todo: list[int], workers: int) -> None:
         """Keep the pool fed a little ahead, so that an error or Ctrl-C stops within a unit."""
@@ -414,6 +420,7 @@ class _Run:
                 return
             fd = self.output(shard)
             self._sealed.add(shard)
+        self.journal.sync()
         os.fsync(fd)
         self._outputs.close(file + PART_SUFFIX)
         part.rename(self.partial / file)

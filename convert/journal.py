@@ -5,7 +5,7 @@ One JSON line per finished unit, appended with a single write. The first line bi
 
 A process that dies leaves what it wrote in the page cache, so its journal can be believed. A machine that dies does
 not: the first line therefore also names the boot, and after a reboot only shards that bear their final name count
-(they were synced before they got it).
+(they, and the journal up to then, were synced before they got it).
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ def boot_id() -> str:
 
 
 class Journal:
-    """Append-only record of finished units with their counts. Thread-safe. fresh: there was none to go on from."""
+    """Append-only record of finished units with their counts. Thread-safe.
+
+    done: what can be believed. unsure: units of an earlier boot, done only if all their shards bear their final names.
+    fresh: there was no journal to go on from.
+    """
 
     def __init__(self, path: Path, plan_sha256: str) -> None:
         self.done: dict[int, dict[str, Any]] = {}
+        self.unsure: dict[int, dict[str, Any]] = {}
         self.same_boot = True
         self._lock = threading.Lock()
         self.fresh = not path.exists() or not self._read(path, plan_sha256)
@@ -69,18 +74,23 @@ class Journal:
         for record in records:
             if record.get("boot", boot) != boot:  # what the boot before wrote may not have reached the disk
                 boot = record["boot"]
-                self.done.clear()
+                self._doubt()
             if "unit" in record:
                 self.done[record["unit"]] = record
             if "forget" in record:
                 self.done.pop(record["forget"], None)
+                self.unsure.pop(record["forget"], None)
         self.same_boot = boot == boot_id()
         if not self.same_boot:
-            self.done.clear()
+            self._doubt()
         valid = b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in records)
         if len(valid) != path.stat().st_size:
             path.write_bytes(valid)
         return True
+
+    def _doubt(self) -> None:
+        self.unsure |= self.done
+        self.done.clear()
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -96,7 +106,12 @@ class Journal:
     def forget(self, index: int) -> None:
         """Take a unit back: what it wrote is gone."""
         self.done.pop(index, None)
+        self.unsure.pop(index, None)
         self._append({"forget": index})
+
+    def sync(self) -> None:
+        """All records so far reach the disk."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file."""

@@ -126,6 +126,13 @@ def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
 def _write_global(plan: Plan, member: Member, scalar: np.float32, files: Opened) -> None:
     if member.out_global is not None:
         target = plan.tensors[member.out_global]
+        if member.reciprocal and scalar < np.finfo(np.float32).tiny:
+            tensor = member.codes.tensor
+            raise SourceError(
+                f"global scale {scalar!r} has no finite reciprocal, which target.layout compressed-tensors stores",
+                where=f"{tensor.file}: {tensor.name}",
+                hint="weights this small are as good as zero: keep this layer plain, or use target.layout modelopt",
+            )
         value = np.float32(1.0) / scalar if member.reciprocal else scalar
         write_all(files.output(target.shard), np.asarray(value, dtype="<f4").tobytes(), target.begin)
 

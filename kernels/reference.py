@@ -56,6 +56,7 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 
+_SMALLEST_PLAIN_EXPONENT: Final = -126  # of a normal FP32 number
 _DEAD_BYTE: Final = 0x08
 """2^-6, the smallest scale that no kernel flushes: what a block of zeros gets where its own scale does not fit."""
 _E2M1_BOUNDS: Final = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
@@ -307,7 +308,8 @@ def repack_oracle(members: Sequence[tuple[Bytes, Bytes]]) -> RepackResult:
     members: (codes [N, K/2] uint8, E8M0 scales [N, K/32] uint8), N and K free per member. Raises ValueError for E8M0
     byte 255 and for shapes that do not fit.
 
-    Step 1, span of k over all blocks <= 14: m = k_max - 8, scales 2^(k-m), codes untouched and never looked at.
+    Step 1, span of k over all blocks <= 14 and 2^(k_max - 8) no FP32 subnormal: m = k_max - 8, scales 2^(k-m), codes
+    untouched and never looked at.
     Step 2: k_max over live blocks, m from k_max - 8 - {0..3}; an m whose live blocks above 2^8 cannot be rescued by
     exact doubling is out, because to clamp the largest block costs more than any number of tiny ones. Among the rest:
     fewest lossy 16-blocks, fewest nonzero scales below 2^-6, least squared error, largest m.
@@ -324,7 +326,7 @@ def repack_oracle(members: Sequence[tuple[Bytes, Bytes]]) -> RepackResult:
 
     exponents = [scales.astype(int) - E8M0_BIAS for _, scales in members]
     flat = [int(k) for ks in exponents for k in ks.ravel()]
-    if flat and max(flat) - min(flat) <= MARLIN_WINDOW:
+    if flat and max(flat) - min(flat) <= MARLIN_WINDOW and max(flat) - 8 >= _SMALLEST_PLAIN_EXPONENT:
         return _step_one(members, exponents, max(flat) - 8)
 
     halves = [[tuple(int(c) for c in h) for h in unpack_nibbles(codes).reshape(-1, 16)] for codes, _ in members]

@@ -89,11 +89,17 @@ class Choice:
     k_max: int | None
 
 
+SMALLEST_PLAIN_EXPONENT: Final = -126
+"""A global scale under 2^-126 is an FP32 subnormal, which kernels may flush and whose reciprocal may overflow. Encoders
+give it to weights of nothing but zeros (E8M0 byte 0), so the codes are looked at before it is taken."""
+
+
 def window_exponent(byte_min: int, byte_max: int) -> int | None:
     """Step 1: m for a fused group whose E8M0 bytes lie in [byte_min, byte_max], or None if the codes must be read."""
     if byte_max == E8M0_NAN_BYTE or byte_max - byte_min > MARLIN_WINDOW:
         return None
-    return byte_max - E8M0_BIAS - E4M3_POW2_MAX
+    m = byte_max - E8M0_BIAS - E4M3_POW2_MAX
+    return m if m >= SMALLEST_PLAIN_EXPONENT else None
 
 
 def window_scales(scales: NDArray[np.uint8], m: int) -> NDArray[np.uint8]:

@@ -61,7 +61,7 @@ def _known(name: str) -> SourceLayout:
 
 
 def _target(catalogue: Catalogue, layout: str, packed: bool) -> tuple[TargetLayout, tuple[Runtime, ...]]:
-    """The writing layout and the runtimes known to read it for this family (formats.md 3 and 4)."""
+    """The writing layout and the runtimes known to read it for this family."""
     if not packed:
         return "compressed-tensors", ("vllm", "transformers")
     if layout == "gpt-oss" or "text_config" in catalogue.config:

@@ -97,7 +97,7 @@ def _weights(group: int) -> dict[str, Any]:
 
 
 def _modelopt(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """modelopt 0.47's two forms of the same statement (formats.md 3)."""
+    """modelopt 0.47's two forms of the same statement."""
     ignore = exclude_modules(plain_modules(plan), plan.converted)
     algo = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4"}[plan.target_format]
     nested: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": None}
@@ -199,7 +199,7 @@ def _mixed_experts(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _compressed_tensors(plan: Plan) -> dict[str, Any]:
-    """compressed-tensors 0.20: nvfp4-pack-quantized and mxfp4-pack-quantized (formats.md 3)."""
+    """compressed-tensors 0.20: nvfp4-pack-quantized and mxfp4-pack-quantized."""
     nvfp4 = plan.target_format != "mxfp4"
     kind = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
     weights: dict[str, Any] = {

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command line (design.md, Commands)."""
+    """Exit codes of the command line; README.md lists them."""
 
     OK = 0
     BUG = 1

@@ -106,7 +106,9 @@ class Module:
         weight = self.weight
         if weight is None or len(weight.shape) < 2:
             return 0
-        return weight.shape[-1] if self.stacked and "blocks" not in self.parts else weight.shape[len(weight.shape) - 2]
+        if "blocks" in self.parts:
+            return weight.shape[1]
+        return weight.shape[-1] if self.stacked else weight.shape[-2]
 
     def scale_shape(self, group: int) -> tuple[int, ...]:
         """The shape that linear block scales of `group` elements along K must have."""

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
@@ -315,6 +316,31 @@ class _bar:  # noqa: N801 - reads as the `with` statement it is used in
     def __exit__(self, *_: object) -> None:
         self._tqdm.close()
 
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self._total
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self._total = self._tqdm.total = total
+
+
+@contextmanager
+def _stage_bar(label: str, quiet: bool) -> Generator[Callable[[int, int], None]]:
+    """A bar for a stage that counts (done, in all) by itself."""
+    bar = _bar(0, label, quiet)
+    with bar as update:
+        last = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            bar.total = total
+            update(done - last)
+            last = done
+
+        yield progress
+
 
 def _run(job: Job, force: bool, quiet: bool) -> RunResult:
     from requant.convert.pipeline import run_job
@@ -328,8 +354,8 @@ def _run(job: Job, force: bool, quiet: bool) -> RunResult:
 def _validate(output: Path, source: Path, manifest: Manifest, *, only: Sequence[str] | None, quiet: bool) -> SignOff:
     from requant.validate.stages import validate_output
 
-    def bar(total: int, label: str) -> _bar:
-        return _bar(total, label, quiet)
+    def bar(label: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        return _stage_bar(label, quiet)
 
     return validate_output(output, source, manifest, only=only, bar=bar)
 

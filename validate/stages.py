@@ -26,9 +26,9 @@ STAGES: Final = ("contract", "numerics", "kernels", "model", "speed", "serving")
 
 
 class Bar(Protocol):
-    """Opens a progress bar over `total` bytes; the context's value takes the bytes just done."""
+    """Opens a progress bar over bytes; the context's value is called with (done so far, in all)."""
 
-    def __call__(self, total: int, label: str) -> AbstractContextManager[Callable[[int], object]]: ...
+    def __call__(self, label: str) -> AbstractContextManager[Callable[[int, int], None]]: ...
 
 
 def validate_output(
@@ -51,12 +51,12 @@ def validate_output(
         elif name == "contract":
             results.append(check_contract(output, manifest.target.runtimes, source=source))
         elif name == "numerics":
-            with bar(_weight_bytes(source), "numerics") as update:
-                results.append(check_numerics(source, output, manifest.validation.numerics, progress=_absolute(update)))
+            with bar("numerics") as progress:
+                results.append(check_numerics(source, output, manifest.validation.numerics, progress=progress))
         else:
             results.append(_not_run(name, "this version has no such stage"))
-    with bar(_weight_bytes(output), "sha256") as update:
-        signed = sign_off(output, manifest, results, progress=_absolute(update))
+    with bar("sha256") as progress:
+        signed = sign_off(output, manifest, results, progress=progress)
     write_signoff(output, signed)
     return signed
 
@@ -67,19 +67,3 @@ def _asked_for(name: str, manifest: Manifest) -> bool:
 
 def _not_run(name: str, reason: str) -> StageResult:
     return StageResult(name, Status.NOT_RUN, reason, device="")
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _absolute(update: Callable[[int], object]) -> Callable[[int, int], None]:
-    """From (done so far, total) to a bar that takes steps."""
-    last = 0
-
-    def progress(done: int, _: int) -> None:
-        nonlocal last
-        update(done - last)
-        last = done
-
-    return progress

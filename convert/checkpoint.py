@@ -20,7 +20,7 @@ __all__ = ["Catalogue", "open_checkpoint", "read_json"]
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-SKIPPED_FOLDERS: Final = {".cache", ".git", "__pycache__", ".requant", "original", "metal"}
+SKIPPED_FOLDERS: Final = {".cache", ".git", "__pycache__", ".requant", ".requant-local", "original", "metal"}
 """Caches, and the producer's second copy of the weights (`original/`, `metal/` of gpt-oss and Llama)."""
 WEIGHT_SUFFIXES: Final = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
 OWN_PREFIX: Final = "requant."

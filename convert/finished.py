@@ -1,4 +1,7 @@
-"""A finished output read back: its manifest, its lock, and where its source is."""
+"""A finished output read back: its manifest, its lock, and where its source is.
+
+The manifest that may be published knows no folders; on the machine that made the output a private copy does.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, cast
 from requant.convert.checkpoint import read_json
 from requant.convert.hub import fetch
 from requant.convert.pipeline import LOCK_FILE, MANIFEST_FILE
+from requant.convert.private import LOCAL_MANIFEST
 from requant.manifests.errors import SourceError
 from requant.manifests.load import load_manifest
 from requant.manifests.schema import Manifest
@@ -37,7 +41,8 @@ def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[
             hint="not a finished output of requant: only those can be judged against their source",
         )
     lock = read_json(output / LOCK_FILE, LOCK_FILE)
-    loaded = load_manifest(manifest_ref or output / MANIFEST_FILE, sets)
+    local = output / LOCAL_MANIFEST
+    loaded = load_manifest(manifest_ref or (local if local.exists() else output / MANIFEST_FILE), sets)
     source = loaded.manifest.source
     recorded = cast("dict[str, Any]", lock.get("source") or {})
     if source.path is not None:
@@ -48,6 +53,7 @@ def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[
         raise SourceError(
             "the source is not there any more",
             where=str(root),
-            hint="bring it back, or say where it is now with --set source.path=FOLDER",
+            hint="bring it back, or say where it is now with --set source.path=FOLDER (an output made elsewhere "
+            "does not say)",
         )
     return Finished(output, root, loaded.manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import shutil
 import time
@@ -19,6 +20,7 @@ from requant.convert.hub import fetch
 from requant.convert.layouts.reading import recognise
 from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
+from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, local_manifest, public_manifest
 from requant.manifests.errors import EnvironmentFault, LockError, UsageError
 from requant.manifests.load import LoadedManifest, load_manifest
 from requant.manifests.schema import Manifest
@@ -104,10 +106,10 @@ def lock_of(job: Job) -> dict[str, Any]:
     return {
         "version": 1,
         "tool": f"requant {version('requant')}",
-        "manifest_sha256": job.loaded.sha256,
+        "manifest_sha256": hashlib.sha256(public_manifest(manifest).encode()).hexdigest(),
         "plan_sha256": plan.sha256,
         "source": {
-            "path": manifest.source.path,
+            "folder": Path(manifest.source.path).name if manifest.source.path else None,
             "repo": manifest.source.repo,
             "commit": job.commit,
             "layout": plan.layout,
@@ -150,11 +152,16 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
     lock = lock_of(job)
 
     def finish(folder: Path, result: RunResult) -> None:
-        for name, content in metadata_files(job.plan).items():
+        metadata = metadata_files(job.plan)
+        for name, content in metadata.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         copy_sidecars(job.plan, folder)
-        (folder / MANIFEST_FILE).write_text(job.loaded.resolved_yaml)
+        (folder / MANIFEST_FILE).write_text(public_manifest(job.manifest))
+        (folder / LOCAL_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        (folder / LOCAL_MANIFEST).write_text(local_manifest(job.manifest))
         lock["groups"] = summarize(job.plan, result)
+        shards = [shard.file for shard in job.plan.shards]
+        lock["outputs"] = sorted({*shards, *metadata, *job.plan.catalogue.sidecars, MANIFEST_FILE, LOCK_FILE})
         lock["complete"] = True
         (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
 

@@ -16,6 +16,10 @@ __all__ = ["FileHash", "hash_files", "judged_files"]
 _CHUNK: Final = 1 << 20
 _OWN: Final = "requant.signoff."
 """Files of the sign-off itself, which cannot cover themselves."""
+_REPOSITORY: Final = frozenset({"README.md", ".gitattributes"})
+"""The model card, which shows the sign-off and so comes after it, and git's rules: of the repository, not the model."""
+_PRIVATE: Final = frozenset({".requant-local", ".cache", ".git"})
+"""Folders that belong to this machine: where the source is, what a download left, a clone's history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,15 @@ class FileHash:
 
 
 def judged_files(output: Path) -> list[str]:
-    """Every regular file under `output`, sorted, but those of the sign-off itself."""
+    """Every regular file under `output`, sorted, but those of the sign-off, of the repository and of this machine."""
     names = (path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
-    return sorted(name for name in names if not name.rpartition("/")[2].lstrip(".").startswith(_OWN))
+    return sorted(name for name in names if _is_judged(name))
+
+
+def _is_judged(name: str) -> bool:
+    folder, _, base = name.rpartition("/")
+    own = base.lstrip(".").startswith(_OWN) or name in _REPOSITORY
+    return not own and folder.partition("/")[0] not in _PRIVATE
 
 
 def hash_files(

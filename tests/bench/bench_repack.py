@@ -19,9 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from make_checkpoint import make
-
 MANIFEST = "deepseek-v4-flash"
 
 
@@ -56,8 +53,10 @@ def one_pair(source: Path, work: Path) -> tuple[dict[str, float], dict[str, floa
 def measure(folder: Path, gb: float, runs: int) -> dict[str, float]:
     """Medians for one size; the checkpoint is made first and removed last."""
     source = folder / f"source-{gb:g}"
-    if not source.exists():
-        make(source, int(gb * 1e9), int(min(gb / 3, 2.7) * 1e9))
+    if not source.exists():  # in a process of its own: a child's peak RSS counts what its parent held at the fork
+        maker = Path(__file__).resolve().parent / "make_checkpoint.py"
+        shard = f"{min(gb / 3, 2.7)}"
+        subprocess.run([sys.executable, maker, source, "--gb", f"{gb}", "--shard-gb", shard], check=True)
     size = sum(p.stat().st_size for p in source.iterdir())
     one_pair(source, folder)  # warm-up
     pairs = [one_pair(source, folder) for _ in range(runs)]

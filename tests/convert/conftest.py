@@ -42,9 +42,7 @@ def write_checkpoint(folder, shards, config, index=True):
     folder.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number, tensors in enumerate(shards):
-        name = (
-            "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         save(folder / name, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     if index and len(shards) > 1:
@@ -177,7 +175,7 @@ class Kit:
         """A prepared job converting `source` to tmp/out."""
         from requant.convert.pipeline import prepare
 
-        path = self.tmp / f"{(output or 'out')}.yaml"
+        path = self.tmp / f"{(output or 'out').replace('/', '_')}.yaml"
         path.write_text(manifest_text(source, self.tmp / (output or "out"), layers or EXPERTS, **target))
         return prepare(str(path))
 

@@ -1,0 +1,322 @@
+// Host side of W4A16: variants, launch, expert routing, and the C interface that kernels/w4a16.py loads.
+//
+// What is compiled in (VARIANTS below): per format and alignment, one kernel per token width; the division of a block
+// into column and row warps, the cluster size and the ring's place in shared memory are run-time numbers, so a tuned
+// configuration (kernels/w4a16_configs.py) needs no code of its own.
+#include <cuda_runtime.h>
+
+#include "w4a16_core.cuh"
+
+namespace requant {
+namespace {
+
+constexpr int kMaxShared = 227 * 1024;
+constexpr int kWarp = 32;
+constexpr int kMaxCluster = 8;  // portable
+
+// ---- routing -------------------------------------------------------------------------------------------------------
+// One block sorts slots by expert, stably, so the result never depends on timing. Layout of `routing` (ints):
+//   [0] tiles, [1] slots with a valid expert, [2..3] 0
+//   tiles: int4 {expert, first position in the slot list, tokens, 0}, at most min(slots, experts + slots / 16)
+//   slot list: slot numbers by expert; those with an expert id out of range come last
+//   row list: for each entry of the slot list its token, slot / slots_per_token
+__global__ void __launch_bounds__(1024) route_kernel(const int* __restrict__ expert_ids, int slots, int slots_per_token,
+                                                     int experts, int max_tiles, int* __restrict__ routing) {
+  extern __shared__ int shared_ints[];
+  int* ids = shared_ints;                 // [slots]
+  int* counts = ids + slots;              // [experts + 1], then first positions
+  int* tiles_before = counts + experts + 1;  // [experts + 1]
+  for (int s = threadIdx.x; s < slots; s += blockDim.x) {
+    const int id = expert_ids[s];
+    ids[s] = id >= 0 && id < experts ? id : experts;  // bucket `experts` holds the invalid ones
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
+    int n = 0;
+    for (int s = 0; s < slots; ++s) n += ids[s] == e;
+    counts[e] = n;
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarp) {  // exclusive prefix sums of slots and of tiles, 32 experts at a time
+    int slot_base = 0, tile_base = 0;
+    for (int base = 0; base <= experts; base += kWarp) {
+      const int e = base + threadIdx.x, n = e <= experts ? counts[e] : 0;
+      const int t = e < experts ? (n + kGroupedTileTokens - 1) / kGroupedTileTokens : 0;
+      int n_sum = n, t_sum = t;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int n_up = __shfl_up_sync(~0u, n_sum, step), t_up = __shfl_up_sync(~0u, t_sum, step);
+        if (static_cast<int>(threadIdx.x) >= step) {
+          n_sum += n_up;
+          t_sum += t_up;
+        }
+      }
+      if (e <= experts) {
+        counts[e] = slot_base + n_sum - n;
+        tiles_before[e] = tile_base + t_sum - t;
+      }
+      slot_base += __shfl_sync(~0u, n_sum, kWarp - 1);
+      tile_base += __shfl_sync(~0u, t_sum, kWarp - 1);
+    }
+  }
+  __syncthreads();
+  int4* tiles = reinterpret_cast<int4*>(routing + kRoutingHeader);
+  int* list = routing + kRoutingHeader + 4 * max_tiles;
+  for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
+    const int begin = counts[e], end = e < experts ? counts[e + 1] : slots;
+    if (begin == end) continue;
+    int at = begin;
+    for (int s = 0; s < slots; ++s) {
+      if (ids[s] != e) continue;
+      list[at] = s;
+      list[slots + at++] = s / slots_per_token;
+    }
+    if (e == experts) continue;
+    for (int first = begin, tile = tiles_before[e]; first < end; first += kGroupedTileTokens, ++tile) {
+      tiles[tile] = make_int4(e, first, min(end - first, kGroupedTileTokens), 0);
+    }
+  }
+  if (threadIdx.x == 0) {
+    routing[0] = tiles_before[experts];
+    routing[1] = counts[experts];
+    routing[2] = routing[3] = 0;
+  }
+}
+
+// Outputs of slots whose expert does not exist are NaN: visible, where an old buffer's numbers would not be.
+__global__ void poison_kernel(const int* __restrict__ routing, int slots, int max_tiles, int rows, int is_float, void* y) {
+  const int* list = routing + kRoutingHeader + 4 * max_tiles;
+  for (int i = routing[1] + blockIdx.x; i < slots; i += gridDim.x) {
+    const size_t base = static_cast<size_t>(list[i]) * rows;
+    for (int n = threadIdx.x; n < rows; n += blockDim.x) {
+      if (is_float) {
+        static_cast<float*>(y)[base + n] = __uint_as_float(0x7FC00000u);
+      } else {
+        static_cast<uint16_t*>(y)[base + n] = 0x7FC0;
+      }
+    }
+  }
+}
+
+// What the card can read: nothing but 16-byte loads, eight in flight per thread. The ceiling that times are held against.
+__global__ void __launch_bounds__(512) read_kernel(const uint4* __restrict__ from, size_t count, uint32_t* sink) {
+  constexpr int kInFlight = 8;
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  uint32_t seen = 0;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += kInFlight * stride) {
+    uint4 v[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      v[j] = i + j * stride < count ? __ldcs(from + i + j * stride) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) seen ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+  }
+  if (seen == 0x9E3779B9u) *sink = seen;  // keeps the loads alive
+}
+
+// ---- variants ------------------------------------------------------------------------------------------------------
+
+struct Variant {
+  Format format;
+  Alignment alignment;
+  int tokens;     // widest M; 0: grouped
+  int row_tiles;  // 16-row tiles per warp
+  int depth;      // ring stages
+  int threads;    // most threads per block
+  int slot_bytes;
+  void (*kernel)(Params);
+};
+
+template <Format FORMAT, Alignment ALIGNMENT, int TOKENS, int ROW_TILES, int DEPTH, int THREADS, int BLOCKS>
+constexpr Variant variant() {
+  return {FORMAT,  ALIGNMENT, TOKENS, ROW_TILES, DEPTH, THREADS, Ring<FORMAT, ROW_TILES, DEPTH, ALIGNMENT>::kSlotBytes,
+          w4a16_kernel<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, THREADS, BLOCKS>};
+}
+
+#define WIDTHS(FORMAT, ALIGNMENT, DEPTH)                                                                           \
+  variant<FORMAT, ALIGNMENT, 0, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 1, 1, DEPTH, 512, 1>(),            \
+      variant<FORMAT, ALIGNMENT, 2, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 4, 1, DEPTH, 512, 1>(),        \
+      variant<FORMAT, ALIGNMENT, 8, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 16, 1, DEPTH, 512, 1>(),       \
+      variant<FORMAT, ALIGNMENT, 32, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 64, 1, DEPTH, 512, 1>()
+
+constexpr Variant kVariants[] = {
+    WIDTHS(Format::kNvfp4, Alignment::kScale8, 4),
+    WIDTHS(Format::kNvfp4, Alignment::kScale4, 4),
+    WIDTHS(Format::kNvfp4, Alignment::kGeneral, 3),
+    WIDTHS(Format::kMxfp4, Alignment::kScale8, 4),
+    WIDTHS(Format::kMxfp4, Alignment::kScale4, 4),
+    WIDTHS(Format::kMxfp4, Alignment::kGeneral, 3),
+#ifdef REQUANT_SWEEP  // candidates of a tuning run
+#include "w4a16_sweep.inc"
+#endif
+};
+constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
+
+int group_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
+int align_up(int value, int to) { return (value + to - 1) / to * to; }
+
+}  // namespace
+}  // namespace requant
+
+using namespace requant;
+
+// Mirrored by ctypes in kernels/w4a16.py.
+extern "C" {
+
+struct RequantCall {
+  const void *codes, *block_scales, *x;
+  void* y;
+  const void* global_scales;
+  const void* routing;
+  const void* slot_weights;
+  float global_scale;
+  int format, alignment, tokens, rows, k, experts, slots, x_row_per_slot, output_is_float;
+  // configuration
+  int row_tiles, depth, column_warps, row_warps, cluster, x_stages, blocks, early_start;
+};
+
+int requant_w4a16_tiles(int slots, int experts) {
+  const int by_count = experts + slots / kGroupedTileTokens;
+  return slots < by_count ? slots : by_count;
+}
+
+// 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster whose blocks would have
+// to do more than one unit, -5 a block of one warp; else a cudaError_t.
+int requant_w4a16(const RequantCall* call, void* stream) {
+  const Variant* chosen = nullptr;
+  for (int i = 0; i < kVariantCount; ++i) {
+    const Variant& v = kVariants[i];
+    const bool wide_enough = call->slots > 0 ? v.tokens == 0 : v.tokens >= call->tokens;
+    if (static_cast<int>(v.format) != call->format || static_cast<int>(v.alignment) != call->alignment || !wide_enough ||
+        v.row_tiles != call->row_tiles || v.depth != call->depth) {
+      continue;
+    }
+    if (chosen == nullptr || v.tokens < chosen->tokens) chosen = &v;
+  }
+  if (chosen == nullptr) return -1;
+  const bool grouped = chosen->tokens == 0;
+  const int warps = call->column_warps * call->row_warps, width = grouped ? kGroupedTileTokens : chosen->tokens;
+  if (warps < 2) return -5;
+  if (warps * kWarp > chosen->threads || call->cluster > kMaxCluster) return -3;
+  const int rows_per_block = call->row_warps * call->row_tiles * kTileRows;
+  if (call->cluster > 1 && (grouped || call->blocks * rows_per_block < call->rows)) return -4;
+  const int stages = (call->k + kStageK - 1) / kStageK, share = (stages + call->cluster - 1) / call->cluster;
+  const int most = (share + call->column_warps - 1) / call->column_warps;
+  const int x_stages = call->x_stages > 0 && call->x_stages < most ? call->x_stages : most;
+
+  Params p = {};
+  p.codes = static_cast<const uint8_t*>(call->codes);
+  p.block_scales = static_cast<const uint8_t*>(call->block_scales);
+  p.x = static_cast<const __nv_bfloat16*>(call->x);
+  p.y = call->y;
+  p.global_scales = static_cast<const float*>(call->global_scales);
+  p.global_scale = call->global_scale;
+  p.tokens = call->tokens;
+  p.rows = call->rows;
+  p.k = call->k;
+  p.output_is_float = call->output_is_float;
+  p.slot_weights = static_cast<const float*>(call->slot_weights);
+  p.scales_end = p.block_scales + static_cast<size_t>(call->experts) * call->rows * (call->k / group_of(chosen->format));
+  if (grouped) {
+    const int* routing = static_cast<const int*>(call->routing);
+    p.tile_count = routing;
+    p.tiles = reinterpret_cast<const int4*>(routing + kRoutingHeader);
+    p.slots = routing + kRoutingHeader + 4 * requant_w4a16_tiles(call->slots, call->experts);
+    p.x_rows = call->x_row_per_slot ? p.slots : p.slots + call->slots;
+  }
+  p.row_groups = (call->rows + rows_per_block - 1) / rows_per_block;
+  p.column_warps = call->column_warps;
+  p.row_warps = call->row_warps;
+  p.cluster = call->cluster;
+  p.stages_each = stages / call->cluster;
+  p.stages_left = stages % call->cluster;
+  p.columns_each = p.stages_each / call->column_warps;
+  p.columns_left = p.stages_each % call->column_warps;
+  // Grouped: two buffers, each for two tokens over the whole K, or for one stage of the widest tile if that is more.
+  const int x_one = call->column_warps * kStageXBytes;
+  p.x_bytes = grouped ? (2 * x_stages > width ? 2 * x_stages : width) * x_one : width * x_stages * x_one;
+  p.x_stages[0] = x_stages;
+  p.x_stages[1] = p.x_bytes / (8 * x_one);
+  p.x_stages[2] = p.x_bytes / (16 * x_one);
+  const int x_space = p.x_bytes * (grouped ? 2 : 1), sums_one = width * totals_pitch(rows_per_block) * 4,
+            sums_bytes = call->column_warps * sums_one;
+  p.x_offset = align_up(warps * chosen->depth * chosen->slot_bytes, 128);
+  const bool share_space = !grouped && x_stages == most && width >= 16;
+  p.sums_offset = share_space ? p.x_offset : p.x_offset + x_space;
+  p.restore_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
+  p.early_start = call->early_start;
+  p.zeros_offset = align_up(p.restore_offset + call->column_warps * width * 4, 16);
+  p.remote_offset = p.zeros_offset + 1024;
+  const int shared = p.remote_offset + (call->cluster - 1) * sums_one;
+  if (shared > kMaxShared) return -2;
+
+  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(call->cluster, call->blocks);
+  config.blockDim = dim3(kWarp, call->column_warps, call->row_warps);
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (call->cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = call->cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  if (call->early_start) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
+  config.attrs = attributes;
+  config.numAttrs = count;
+  error = cudaLaunchKernelEx(&config, chosen->kernel, p);
+  return error != cudaSuccess ? error : cudaGetLastError();
+}
+
+// Fill `routing` (kRoutingHeader + 4 * tiles + 2 * slots ints) from expert_ids [slots].
+int requant_w4a16_route(const void* expert_ids, int slots, int slots_per_token, int experts, void* routing, void* stream) {
+  const int shared = (slots + 2 * (experts + 1)) * 4;
+  if (shared > kMaxShared) return -2;
+  cudaError_t error = cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  const int threads = experts + 1 < 1024 ? align_up(experts + 1, kWarp) : 1024;
+  route_kernel<<<1, threads, shared, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const int*>(expert_ids), slots, slots_per_token, experts, requant_w4a16_tiles(slots, experts),
+      static_cast<int*>(routing));
+  return cudaGetLastError();
+}
+
+// NaN into the outputs of slots without a valid expert.
+int requant_w4a16_poison(const void* routing, int slots, int experts, int rows, int is_float, void* y, void* stream) {
+  poison_kernel<<<slots < 64 ? slots : 64, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const int*>(routing), slots, requant_w4a16_tiles(slots, experts), rows, is_float, y);
+  return cudaGetLastError();
+}
+
+// Read `bytes` (a multiple of 16) from `from`: the read ceiling's kernel.
+int requant_read(const void* from, size_t bytes, void* sink, int blocks, void* stream) {
+  read_kernel<<<blocks, 512, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const uint4*>(from), bytes / 16,
+                                                                     static_cast<uint32_t*>(sink));
+  return cudaGetLastError();
+}
+
+int requant_w4a16_variants() { return kVariantCount; }
+
+// {format, alignment, tokens, row_tiles, depth, threads, registers, local bytes} of variant i.
+int requant_w4a16_variant(int i, int* out) {
+  const Variant& v = kVariants[i];
+  cudaFuncAttributes a = {};
+  const cudaError_t error = cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(v.kernel));
+  const int values[] = {static_cast<int>(v.format), static_cast<int>(v.alignment), v.tokens, v.row_tiles, v.depth,
+                        v.threads, a.numRegs, static_cast<int>(a.localSizeBytes)};
+  for (int j = 0; j < 8; ++j) out[j] = values[j];
+  return error;
+}
+
+const char* requant_w4a16_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+}

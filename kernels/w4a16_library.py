@@ -1,0 +1,175 @@
+"""The compiled W4A16 kernels: built once with nvcc, cached by content, loaded with ctypes.
+
+A plain shared library with a C interface, not a torch extension: it needs no torch headers and no C++ ABI match, builds
+in a minute or so, and one file serves every torch version. The cache key is the text of the sources, the compiler's
+version and the target, so an edit or another chip never meets an old binary.
+
+`REQUANT_W4A16_LIBRARY` names a library that was built elsewhere (for machines without a compiler);
+`REQUANT_KERNEL_CACHE` moves the cache (default `~/.cache/requant/kernels`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Call", "KernelBuildError", "build", "find_nvcc", "launch", "load", "poison", "route", "routing_ints"]
+
+SOURCES: Final = Path(__file__).parent / "csrc"
+SOURCE_FILES: Final = ("w4a16.cu", "w4a16_core.cuh", "fp4_decode.cuh", "ptx.cuh")
+ROUTING_HEADER: Final = 4
+"""kRoutingHeader of w4a16_core.cuh."""
+GROUPED_TILE_TOKENS: Final = 16
+"""kGroupedTileTokens of w4a16_core.cuh."""
+FIRST_CUDA_ERROR: Final = 1
+MESSAGES: Final = {
+    -1: "this variant is not compiled in",
+    -2: "this configuration needs more shared memory than a block has",
+    -3: "this configuration needs more warps than the kernel was compiled for",
+    -4: "a cluster's blocks can do one unit each: dense only, and as many blocks as row groups",
+    -5: "a block needs two warps or more",
+}
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels cannot be built or loaded here; the message says what is missing and what to do."""
+
+
+class Call(ctypes.Structure):
+    """One launch: RequantCall of csrc/w4a16.cu, field by field."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("block_scales", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("global_scales", ctypes.c_void_p),
+        ("routing", ctypes.c_void_p),
+        ("slot_weights", ctypes.c_void_p),
+        ("global_scale", ctypes.c_float),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "format",
+                "alignment",
+                "tokens",
+                "rows",
+                "k",
+                "experts",
+                "slots",
+                "x_row_per_slot",
+                "output_is_float",
+                "row_tiles",
+                "depth",
+                "column_warps",
+                "row_warps",
+                "cluster",
+                "x_stages",
+                "blocks",
+                "early_start",
+            )
+        ),
+    )
+
+
+def find_nvcc() -> str | None:
+    """Path of the CUDA compiler: $CUDA_HOME/bin, then PATH, then /usr/local/cuda/bin; None where there is none."""
+    home = os.environ.get("CUDA_HOME")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((str(c) for c in candidates if c.is_file()), None)
+
+
+def architecture(major: int, minor: int) -> str:
+    """The target to compile for: sm_90a, sm_100a ... have instructions of their own; older chips have no suffix."""
+    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"  # noqa: PLR2004
+
+
+def build(arch: str) -> Path:
+    """Compile csrc/w4a16.cu for `arch` ("90a", "80") unless the cache has it; returns the library's path."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise KernelBuildError(
+            "W4A16 kernels: nvcc was not found in $CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin. Install the CUDA "
+            "toolkit (12.8 or later), set CUDA_HOME, or use path='triton', which needs no compiler."
+        )
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256(version.encode())
+    for name in SOURCE_FILES:
+        digest.update((SOURCES / name).read_bytes())
+    root = Path(os.environ.get("REQUANT_KERNEL_CACHE", Path.home() / ".cache" / "requant" / "kernels"))
+    target = root / f"w4a16-sm{arch}-{digest.hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as scratch:
+        out = Path(scratch) / "w4a16.so"
+        gencode = f"arch=compute_{arch},code=sm_{arch}"
+        flags = ["-std=c++17", "-O3", "-gencode", gencode, "-Xcompiler", "-fPIC", "-shared", "--threads", "0"]
+        run = subprocess.run(
+            [nvcc, *flags, "-o", str(out), str(SOURCES / "w4a16.cu")], capture_output=True, text=True, check=False
+        )
+        if run.returncode != 0:
+            raise KernelBuildError(f"W4A16 kernels: {nvcc} failed for sm_{arch}:\n{run.stderr[-4000:]}")
+        out.replace(target)  # atomic: two processes may build at once
+    return target
+
+
+@cache
+def load(arch: str) -> ctypes.CDLL:
+    """The library for `arch`, built if need be, with its functions typed."""
+    given = os.environ.get("REQUANT_W4A16_LIBRARY")
+    path = Path(given) if given else build(arch)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelBuildError(f"W4A16 kernels: {path} cannot be loaded: {error}") from error
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.requant_w4a16.argtypes = (ctypes.POINTER(Call), pointer)
+    library.requant_w4a16_route.argtypes = (pointer, integer, integer, integer, pointer, pointer)
+    library.requant_w4a16_poison.argtypes = (pointer, integer, integer, integer, integer, pointer, pointer)
+    library.requant_w4a16_error.argtypes = (integer,)
+    library.requant_w4a16_error.restype = ctypes.c_char_p
+    return library
+
+
+def _check(library: ctypes.CDLL, code: int, what: str) -> None:
+    if code == 0:
+        return
+    reason = MESSAGES.get(code) or library.requant_w4a16_error(code).decode()
+    raise RuntimeError(f"{what}: {reason}")
+
+
+def launch(library: ctypes.CDLL, call: Call, stream: int) -> None:
+    """Queue one GEMM on `stream` (a cudaStream_t as an integer)."""
+    _check(library, library.requant_w4a16(ctypes.byref(call), stream), "w4a16 launch")
+
+
+def routing_ints(slots: int, experts: int) -> int:
+    """Size in int32 of the buffer that `route` fills."""
+    return ROUTING_HEADER + 4 * min(slots, experts + slots // GROUPED_TILE_TOKENS) + 2 * slots
+
+
+def route(
+    library: ctypes.CDLL, expert_ids: int, slots: int, slots_per_token: int, experts: int, routing: int, stream: int
+) -> None:
+    """Queue the sort of slots by expert; pointers as integers."""
+    code = library.requant_w4a16_route(expert_ids, slots, slots_per_token, experts, routing, stream)
+    _check(library, code, "w4a16 routing")
+
+
+def poison(
+    library: ctypes.CDLL, routing: int, slots: int, experts: int, rows: int, y: int, stream: int, *, is_float: bool
+) -> None:
+    """Queue NaN into the outputs of slots whose expert id is out of range."""
+    code = library.requant_w4a16_poison(routing, slots, experts, rows, int(is_float), y, stream)
+    _check(library, code, "w4a16 poison")

@@ -30,6 +30,8 @@ def producer() -> dict[str, str]:
 
 def metadata_files(plan: Plan) -> dict[str, dict[str, Any]]:
     """File name -> JSON content of every metadata file of the output."""
+    if not plan.converted:
+        return _unconverted(plan)
     config = copy.deepcopy(dict(plan.catalogue.config))
     source_quant = dict(plan.catalogue.quantization_config)
     config.pop("quantization_config", None)
@@ -37,18 +39,25 @@ def metadata_files(plan: Plan) -> dict[str, dict[str, Any]]:
     if isinstance(text, dict):
         text.pop("quantization_config", None)  # pyright: ignore[reportUnknownMemberType]
     files: dict[str, dict[str, Any]] = {}
-    if plan.converted:
-        if plan.layout == "deepseek-v4":
-            config["quantization_config"], files["hf_quant_config.json"] = _deepseek_v4(plan, source_quant)
-        elif plan.manifest.target.layout == "compressed-tensors":
-            config["quantization_config"] = _compressed_tensors(plan)
-        elif plan.layout == "compressed-tensors" and _is_mixed(plan):
-            config["quantization_config"], files["hf_quant_config.json"] = _mixed_experts(plan)
-        else:
-            config["quantization_config"], files["hf_quant_config.json"] = _modelopt(plan)
-    elif source_quant:
-        config["quantization_config"] = source_quant
+    if plan.layout == "deepseek-v4":
+        config["quantization_config"], files["hf_quant_config.json"] = _deepseek_v4(plan, source_quant)
+    elif plan.manifest.target.layout == "compressed-tensors":
+        config["quantization_config"] = _compressed_tensors(plan)
+    elif plan.layout == "compressed-tensors" and _is_mixed(plan):
+        config["quantization_config"], files["hf_quant_config.json"] = _mixed_experts(plan)
+    else:
+        config["quantization_config"], files["hf_quant_config.json"] = _modelopt(plan)
     files["config.json"] = config
+    if len(plan.shards) > 1:
+        files["model.safetensors.index.json"] = index_json(plan)
+    return files
+
+
+def _unconverted(plan: Plan) -> dict[str, dict[str, Any]]:
+    """An output in which nothing was converted says of itself what its source said."""
+    files: dict[str, dict[str, Any]] = {"config.json": dict(plan.catalogue.config)}
+    if plan.catalogue.hf_quant_config is not None:
+        files["hf_quant_config.json"] = dict(plan.catalogue.hf_quant_config)
     if len(plan.shards) > 1:
         files["model.safetensors.index.json"] = index_json(plan)
     return files
@@ -120,7 +129,8 @@ def expert_modules(converted: Iterable[str]) -> list[str]:
 
 def _deepseek_v4(plan: Plan, source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The hybrid that vLLM and SGLang load: still `fp8`, with NVFP4 experts named layer by layer."""
-    layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in expert_modules(plan.converted)}
+    algo = "NVFP4" if plan.target_format == "nvfp4" else "W4A16_NVFP4"
+    layers = {name: {"quant_algo": algo, "group_size": 16} for name in expert_modules(plan.converted)}
     group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(16)}
     if plan.target_format == "nvfp4":
         group["input_activations"] = _weights(16)
@@ -130,7 +140,7 @@ def _deepseek_v4(plan: Plan, source: Mapping[str, Any]) -> tuple[dict[str, Any],
         "group_size": 16,
         "ignore": list(DSV4_IGNORE),
         "kv_cache_quant_algo": None,
-        "moe_quant_algo": "NVFP4" if plan.target_format == "nvfp4" else "W4A16_NVFP4",
+        "moe_quant_algo": algo,
         "producer": producer(),
         "quant_algo": "MIXED_PRECISION",
         "quant_method": "fp8",

@@ -84,11 +84,22 @@ def _log_to(verbose: bool, log_file: Path | None) -> None:
     log.propagate = False
 
 
+class Via(StrEnum):
+    """What an upload lands in."""
+
+    PULL_REQUEST = "pull_request"
+    BRANCH = "branch"
+    MAIN = "main"
+
+
 @app.command()
 def convert(
     manifest: ManifestArg,
     sets: SetOption = None,
     force: ForceOption = False,
+    push: Annotated[
+        bool, typer.Option("--push", help="Publish what was signed off, as the manifest's publish section says.")
+    ] = False,
     form: FormatOption = Format.HUMAN,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -99,12 +110,16 @@ def convert(
     from requant.convert.show import plan_text
 
     _log_to(verbose, log_file)
+    if push:
+        _check_push(manifest, sets or [])
     job = prepare(manifest, sets or [])
     if form is Format.HUMAN:
         typer.echo(plan_text(job.plan, job.seconds))
     _run(job, force, quiet)
     signed = _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
     _report(signed, form)
+    if push:
+        _publish(job.plan.output, job.manifest, quiet=quiet, form=form)
 
 
 @app.command()
@@ -218,6 +233,42 @@ def report(output: FolderArg, form: FormatOption = Format.HUMAN, verbose: Verbos
             where=str(output),
             hint=f"run `requant validate {output}`" if stale else "the table above names the gates",
         )
+
+
+@app.command()
+def publish(
+    output: FolderArg,
+    repo: Annotated[str | None, typer.Option("--repo", metavar="OWNER/NAME", help="Instead of publish.repo.")] = None,
+    via: Annotated[Via | None, typer.Option("--via", help="Instead of publish.via.")] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a repository that has to be made.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent and deleted; send nothing.")
+    ] = False,
+    force_unsigned: Annotated[
+        bool, typer.Option("--force-unsigned", help="Without a valid sign-off, too; the model card says so.")
+    ] = False,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    log_file: LogOption = None,
+) -> None:
+    """Send a signed-off folder to the Hub, into one pull request. An interrupted upload goes on where it stopped."""
+    from requant.convert.finished import manifest_of
+
+    _log_to(verbose, log_file)
+    _publish(
+        output,
+        manifest_of(output),
+        repo=repo,
+        via=via,
+        private=private,
+        dry_run=dry_run,
+        force_unsigned=force_unsigned,
+        quiet=quiet,
+        form=form,
+    )
 
 
 @app.command()
@@ -366,6 +417,39 @@ def _report(signed: SignOff, form: Format) -> None:
     _emit(signed.to_json(), form, lambda: render_text(signed))
     if not signed.signed_off:
         raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
+
+
+def _check_push(manifest: str, sets: Sequence[str]) -> None:
+    """What --push needs, asked before hours of work."""
+    from requant.convert.publish import check_ready, publish_settings
+    from requant.manifests.load import load_manifest
+
+    publish_settings(load_manifest(manifest, sets).manifest)
+    check_ready()
+
+
+def _publish(
+    output: Path,
+    manifest: Manifest,
+    *,
+    repo: str | None = None,
+    via: Via | None = None,
+    private: bool | None = None,
+    dry_run: bool = False,
+    force_unsigned: bool = False,
+    quiet: bool,
+    form: Format,
+) -> None:
+    from huggingface_hub.utils import disable_progress_bars
+    from requant.convert.publish import publish as send
+    from requant.convert.publish import publish_settings
+
+    if quiet:
+        disable_progress_bars()
+    settings = publish_settings(manifest, repo=repo, via=via.value if via else None, private=private)
+    say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: typer.echo(line, err=True))
+    done = send(output, settings, dry_run=dry_run, force_unsigned=force_unsigned, say=say)
+    _emit(done.to_json(), form, done.text)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

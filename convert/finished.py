@@ -18,7 +18,7 @@ from requant.manifests.errors import SourceError
 from requant.manifests.load import load_manifest
 from requant.manifests.schema import Manifest
 
-__all__ = ["Finished", "open_finished"]
+__all__ = ["Finished", "manifest_of", "open_finished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,25 @@ class Finished:
     manifest: Manifest
 
 
-def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[str] = ()) -> Finished:
-    """Find manifest and source of `output`. SourceError if it is no finished output of ours or the source is gone."""
+def manifest_of(output: Path, manifest_ref: str | None = None, sets: Sequence[str] = ()) -> Manifest:
+    """The manifest of `output`, the private copy first. SourceError if it is no finished output of ours."""
     if not output.is_dir():
         raise SourceError("is not a folder", where=str(output), hint="give the folder that `requant run` wrote")
     if not (output / LOCK_FILE).exists():
         raise SourceError(
             f"{LOCK_FILE} is missing",
             where=str(output),
-            hint="not a finished output of requant: only those can be judged against their source",
+            hint="not a finished output of requant: only those have a source to be judged against",
         )
-    lock = read_json(output / LOCK_FILE, LOCK_FILE)
     local = output / LOCAL_MANIFEST
-    loaded = load_manifest(manifest_ref or (local if local.exists() else output / MANIFEST_FILE), sets)
-    source = loaded.manifest.source
+    return load_manifest(manifest_ref or (local if local.exists() else output / MANIFEST_FILE), sets).manifest
+
+
+def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[str] = ()) -> Finished:
+    """Find manifest and source of `output`. SourceError if it is no finished output of ours or the source is gone."""
+    manifest = manifest_of(output, manifest_ref, sets)
+    lock = read_json(output / LOCK_FILE, LOCK_FILE)
+    source = manifest.source
     recorded = cast("dict[str, Any]", lock.get("source") or {})
     if source.path is not None:
         root = Path(source.path).expanduser()
@@ -56,4 +61,4 @@ def open_finished(output: Path, manifest_ref: str | None = None, sets: Sequence[
             hint="bring it back, or say where it is now with --set source.path=FOLDER (an output made elsewhere "
             "does not say)",
         )
-    return Finished(output, root, loaded.manifest)
+    return Finished(output, root, manifest)

@@ -40,9 +40,12 @@ from requant.kernels.formats import (
 __all__ = [
     "RepackCounts",
     "RepackResult",
+    "dequantize_awq",
     "dequantize_fp8_block",
+    "dequantize_gptq",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
+    "dequantize_packed_int4",
     "encode_e4m3",
     "encode_mxfp4",
     "encode_nvfp4",
@@ -51,6 +54,7 @@ __all__ = [
     "pack_nibbles",
     "repack_oracle",
     "unpack_nibbles",
+    "unpack_words",
 ]
 
 Bytes = NDArray[np.uint8]
@@ -110,6 +114,53 @@ def dequantize_fp8_block(values: Bytes, scales: NDArray[np.generic], block: tupl
     steps = grid.astype(np.float64)
     steps = np.repeat(np.repeat(steps, block[0], axis=0), block[1], axis=1)[:rows, :cols]
     return E4M3_VALUES.astype(np.float64)[values] * steps
+
+
+def unpack_words(words: NDArray[np.uint32]) -> Bytes:
+    """[..., n] I32 words (as uint32) to [..., 8n] nibbles, the lowest first."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    nibbles = (words[..., None] >> shifts) & np.uint32(15)
+    return nibbles.reshape(*words.shape[:-1], -1).astype(np.uint8)
+
+
+def dequantize_packed_int4(
+    words: NDArray[np.uint32], scales: Floats, zeros: NDArray[np.uint32] | None, columns: int
+) -> Floats:
+    """compressed-tensors' pack-quantized INT4 to float64 [N, K], exact.
+
+    words [N, K/8]; scales [N, groups], as many equal groups as K holds; zeros [N/8, groups] or None for the middle, 8.
+    """
+    codes = unpack_words(words)[:, :columns].astype(np.float64)
+    zero = (
+        np.full(scales.shape, 8.0) if zeros is None else unpack_words(zeros.T).T[: scales.shape[0]].astype(np.float64)
+    )
+    group = -(-columns // scales.shape[1])
+    spread = np.arange(columns) // group
+    return (codes - zero[:, spread]) * scales.astype(np.float64)[:, spread]
+
+
+def dequantize_gptq(
+    words: NDArray[np.uint32], scales: Floats, zeros: NDArray[np.uint32], order: NDArray[np.int64], offset: int
+) -> Floats:
+    """GPTQ INT4 to float64 [N, K], exact. words [K/8, N], scales [G, N], zeros [G, N/8].
+
+    order [K]: the group of each k. offset: added to the stored zero points, 1 in the first version of the format.
+    """
+    codes = unpack_words(words.T).astype(np.float64)
+    zero = unpack_words(zeros).astype(np.float64) + offset
+    return (codes - zero[order].T) * scales.astype(np.float64)[order].T
+
+
+def dequantize_awq(words: NDArray[np.uint32], scales: Floats, zeros: NDArray[np.uint32]) -> Floats:
+    """AWQ (GEMM) INT4 to float64 [N, K], exact. words [K, N/8], scales [G, N], zeros [G, N/8].
+
+    In each word column 0..7 lies in nibble 0 4 1 5 2 6 3 7.
+    """
+    columns: NDArray[np.int64] = np.arange(scales.shape[1], dtype=np.int64)
+    at: NDArray[np.int64] = columns - columns % 8 + np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.int64)[columns % 8]
+    order: NDArray[np.int64] = np.arange(words.shape[0], dtype=np.int64) // (words.shape[0] // scales.shape[0])
+    codes, zero = unpack_words(words)[:, at].astype(np.float64), unpack_words(zeros)[:, at].astype(np.float64)
+    return (codes - zero[order]).T * scales.astype(np.float64)[order].T
 
 
 def matmul(x: NDArray[np.floating], weight: Floats) -> Floats:

@@ -31,6 +31,7 @@ from typing import Any, Final
 from requant.convert.compute import run_unit
 from requant.convert.files import Files, preallocate, write_all
 from requant.convert.journal import Journal
+from requant.convert.placement import header_of
 from requant.convert.plan import CopyUnit, GroupUnit, Plan, Unit, refuse_overlap
 from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
 
@@ -335,7 +336,7 @@ class _Run:
                     preallocate(fd, shard.size)
                 finally:
                     os.close(fd)
-            write_all(self.output(number), shard.header, 0)
+            write_all(self.output(number), header_of(shard, self.plan.tensors), 0)
 
     def _missing_bytes(self) -> int:
         catalogue = self.plan.catalogue

@@ -2,76 +2,126 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise, repeat
 from typing import Final, NamedTuple
 
-from requant.convert.layouts.writing import Output
-from requant.convert.shards import nbytes_of, render_header
+from requant.convert.layouts.writing import Leaf
+from requant.convert.shards import DTYPE_BITS, render_header
 
-__all__ = ["OutShard", "OutTensor", "place"]
+__all__ = ["OutShard", "OutTensor", "header_of", "place"]
 
 HEADER_BUDGET: Final = 50_000_000
 """Bytes of header per output shard, half of what readers accept (safetensors: 100,000,000)."""
 
 
 class OutTensor(NamedTuple):
-    """An output tensor and its place: `begin` is the absolute byte offset in shard number `shard`."""
+    """An output tensor and its place: `begin` is the absolute byte offset in shard number `shard`.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    Its name is the module's with the leaf's suffix: a million full names would cost more memory than all the rest.
+    """
+
+    module: str
+    leaf: Leaf
     shard: int
     begin: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in the file."""
+        return self.module + self.leaf.suffix
+
+    @property
+    def dtype(self) -> str:
+        """As the header spells it."""
+        return self.leaf.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the header states it."""
+        return self.leaf.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.leaf.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class OutShard:
-    """An output shard: final name, its header's bytes, total size in bytes."""
+    """An output shard: final name, total size in bytes, sha256 of its header, which of the plan's tensors it holds.
+
+    The header itself is rendered when it is written (`header_of`): those of a large checkpoint take over 100 MB.
+    """
 
     file: str
-    header: bytes
     size: int
+    header_sha256: str
+    tensors: range
 
 
-def place(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[OutShard, ...], tuple[OutTensor, ...]]:
+def place(
+    modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int
+) -> tuple[tuple[OutShard, ...], tuple[OutTensor, ...]]:
     """Cut the outputs, in order, into shards; inside one, wider dtypes come first: then every tensor is aligned."""
-    bins: list[list[int]] = [[]]
-    data = header = 0
-    sizes = [nbytes_of(output.dtype, output.shape) for output in outputs]
-    widths = {dtype: -_itemsize(dtype) for dtype in {output.dtype for output in outputs}}
-    for index, (output, nbytes) in enumerate(zip(outputs, sizes, strict=True)):
-        entry = len(output.name) + 120
-        if bins[-1] and (data + nbytes > shard_size or header + entry > HEADER_BUDGET):
-            bins.append([])
-            data = header = 0
-        bins[-1].append(index)
-        data += nbytes
-        header += entry
-    placed: list[OutTensor | None] = [None] * len(outputs)
+    runs = _runs(modules, leaves, shard_size)
+    placed: list[OutTensor] = []
     shards: list[OutShard] = []
-    for number, members in enumerate(bins):
-        name = "model.safetensors" if len(bins) == 1 else f"model-{number + 1:05d}-of-{len(bins):05d}.safetensors"
-        members.sort(key=lambda i: widths[outputs[i].dtype])
-        offsets: list[tuple[int, int]] = []
-        position = 0
-        for index in members:
-            offsets.append((position, position + sizes[index]))
-            position += sizes[index]
-        raw = render_header(
-            (
-                (outputs[i].name, outputs[i].dtype, outputs[i].shape, *span)
-                for i, span in zip(members, offsets, strict=True)
-            ),
-            {"format": "pt"},
-        )
-        for index, (begin, _) in zip(members, offsets, strict=True):
-            output = outputs[index]
-            placed[index] = OutTensor(output.name, output.dtype, output.shape, sizes[index], number, len(raw) + begin)
-        shards.append(OutShard(name, raw, len(raw) + position))
-    return tuple(shards), tuple(t for t in placed if t is not None)
+    for number, run in enumerate(runs):
+        name = "model.safetensors" if len(runs) == 1 else f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors"
+        members, kinds = modules[run.start : run.stop], leaves[run.start : run.stop]
+        begins, data = _begins(kinds)
+        raw = _render(members, kinds, begins)
+        placed += map(OutTensor, members, kinds, repeat(number), (len(raw) + begin for begin in begins))
+        shards.append(OutShard(name, len(raw) + data, hashlib.sha256(raw).hexdigest(), run))
+    return tuple(shards), tuple(placed)
 
 
-def _itemsize(dtype: str) -> int:
-    return max(nbytes_of(dtype, (2,)) // 2, 1)
+def header_of(shard: OutShard, tensors: Sequence[OutTensor]) -> bytes:
+    """The header of a shard of a plan with these tensors, as `place` measured it."""
+    members = tensors[shard.tensors.start : shard.tensors.stop]
+    kinds = [tensor.leaf for tensor in members]
+    return _render([tensor.module for tensor in members], kinds, _begins(kinds)[0])
+
+
+def _runs(modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int) -> list[range]:
+    """Which tensors go together: as many as fit the size and the header's bound, one at least."""
+    starts = [0]
+    data = header = 0
+    for index, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
+        entry = len(module) + len(leaf.suffix) + 120
+        if index > starts[-1] and (data + leaf.nbytes > shard_size or header + entry > HEADER_BUDGET):
+            starts.append(index)
+            data = header = 0
+        data += leaf.nbytes
+        header += entry
+    return [range(start, end) for start, end in pairwise([*starts, len(modules)])]
+
+
+def _file_order(leaves: Sequence[Leaf]) -> list[int]:
+    """Indices in the order of the file: by width, the widest first, else as they come."""
+    width_of = {dtype: max(DTYPE_BITS[dtype] // 8, 1) for dtype in {leaf.dtype for leaf in leaves}}
+    by_width: dict[int, list[int]] = {width: [] for width in sorted(set(width_of.values()), reverse=True)}
+    for index, leaf in enumerate(leaves):
+        by_width[width_of[leaf.dtype]].append(index)
+    return list(chain.from_iterable(by_width.values()))
+
+
+def _begins(leaves: Sequence[Leaf]) -> tuple[list[int], int]:
+    """Offsets from the data's start, in the order given, and the size of the data."""
+    begins = [0] * len(leaves)
+    position = 0
+    for index in _file_order(leaves):
+        begins[index] = position
+        position += leaves[index].nbytes
+    return begins, position
+
+
+def _render(modules: Sequence[str], leaves: Sequence[Leaf], begins: Sequence[int]) -> bytes:
+    entries = (
+        (modules[i] + leaves[i].suffix, leaves[i].dtype, leaves[i].shape, begins[i], begins[i] + leaves[i].nbytes)
+        for i in _file_order(leaves)
+    )
+    return render_header(entries, {"format": "pt"})

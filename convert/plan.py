@@ -11,20 +11,20 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.input_scales import InputScales
 from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
-from requant.convert.layouts.writing import Output, Part, parts_of
+from requant.convert.layouts.writing import Leaf, Part, fuse_key, leaf_of, parts_of
 from requant.convert.placement import OutShard, OutTensor, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
-from requant.convert.shards import DTYPE_BITS, TensorInfo, nbytes_of
+from requant.convert.shards import DTYPE_BITS, TensorInfo
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
-from requant.manifests.schema import Manifest
+from requant.manifests.schema import LayerRule, Manifest
 
 __all__ = ["CopyUnit", "GroupUnit", "Member", "OutShard", "OutTensor", "Piece", "Plan", "Unit", "make_plan"]
 
@@ -121,9 +121,9 @@ class Plan:
         """Fingerprint of everything that decides the bytes: output headers, source headers, rules, tool version."""
         from importlib.metadata import version
 
-        digest = hashlib.sha256(f"requant {version('requant')} plan 1\n".encode())
+        digest = hashlib.sha256(f"requant {version('requant')} plan 2\n".encode())
         for shard in self.shards:
-            digest.update(shard.file.encode() + struct.pack("<Q", shard.size) + shard.header)
+            digest.update(f"{shard.file} {shard.size} {shard.header_sha256}\n".encode())
         for source in self.catalogue.shards:
             digest.update(f"{source.file} {source.size} {source.header_sha256}\n".encode())
         for rule in self.manifest.layers:
@@ -133,26 +133,23 @@ class Plan:
 
 
 class _Builder:
-    """Collects output tensors and units in source order."""
+    """Collects output tensors and units in source order.
+
+    modules, leaves: of the output tensors, side by side; two lists are lighter than a million pairs.
+    """
 
     def __init__(self) -> None:
-        self.outputs: list[Output] = []
+        self.modules: list[str] = []
+        self.leaves: list[Leaf] = []
         self.units: list[Unit] = []
-        self.names: dict[str, str] = {}
         self._pieces: list[Piece] = []
         self._bytes = 0
 
-    def add(self, output: Output, origin: str) -> int:
-        """Register an output tensor; two origins for one name are an error."""
-        if output.name in self.names:
-            raise UsageError(
-                f"would be written twice, from {self.names[output.name]} and from {origin}",
-                where=output.name,
-                hint="keep or drop one of them with a rule",
-            )
-        self.names[output.name] = origin
-        self.outputs.append(output)
-        return len(self.outputs) - 1
+    def add(self, module: str, leaf: Leaf) -> int:
+        """Register an output tensor; its index."""
+        self.modules.append(module)
+        self.leaves.append(leaf)
+        return len(self.leaves) - 1
 
     def piece(self, out: int, source: TensorInfo | Rows | bytes) -> None:
         """Queue a copy; full batches become units."""
@@ -170,31 +167,67 @@ class _Builder:
     def group(self, kind: str, scale: str, parts: Sequence[Part], scales: InputScales) -> None:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
         members: list[Member] = []
-        for part in parts:
-            origin = part.codes.tensor.name
+        nbytes = 0
+        with_input = False
+        for module, _, form, codes, planes, _ in parts:
             members.append(
                 Member(
-                    module=part.module,
-                    rows=part.rows,
-                    cols=part.cols,
-                    codes=part.codes,
-                    scales=part.scales,
-                    out_codes=self.add(part.out_codes, origin),
-                    out_scales=self.add(part.out_scales, origin),
-                    out_global=self.add(part.out_global, origin) if part.out_global else None,
-                    reciprocal=part.reciprocal,
-                    transposed=part.transposed,
+                    module=module,
+                    rows=form.rows,
+                    cols=form.cols,
+                    codes=codes,
+                    scales=planes,
+                    out_codes=self.add(module, form.codes),
+                    out_scales=self.add(module, form.scales),
+                    out_global=self.add(module, form.global_scale) if form.global_scale else None,
+                    reciprocal=form.reciprocal,
+                    transposed=form.transposed,
                 )
             )
-        nbytes = sum(m.codes.nbytes + (m.scales.nbytes if m.scales else 0) for m in members)
+            nbytes += codes.nbytes + (planes.nbytes if planes else 0)
+            with_input = with_input or form.input_scale is not None
         self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes))
-        value = scales.of_group([part.module for part in parts]) if any(p.out_input for p in parts) else None
-        for part in parts:
-            if part.out_input and value is not None:
-                scalar = 1.0 / value if part.reciprocal else value
-                self.piece(self.add(part.out_input, "activations.input_scale"), struct.pack("<f", scalar))
-            if part.bias:
-                self.piece(self.add(part.bias.output, part.bias.source.tensor.name), part.bias.source)
+        value = scales.of_group([part.module for part in parts]) if with_input else None
+        for module, _, form, _, _, bias in parts:
+            if form.input_scale and value is not None:
+                self.piece(self.add(module, form.input_scale), _scalar(1.0 / value if form.reciprocal else value))
+            if bias:
+                self.piece(self.add(module, bias.leaf), bias.source)
+
+    def refuse_twins(self) -> None:
+        """UsageError if two origins would write one tensor."""
+        names = {module + leaf.suffix for module, leaf in zip(self.modules, self.leaves, strict=True)}
+        if len(names) == len(self.leaves):
+            return
+        first: dict[str, str] = {}
+        for out, origin in sorted(self._origins()):
+            name = self.modules[out] + self.leaves[out].suffix
+            if name in first:
+                raise UsageError(
+                    f"would be written twice, from {first[name]} and from {origin}",
+                    where=name,
+                    hint="keep or drop one of them with a rule",
+                )
+            first[name] = origin
+
+    def _origins(self) -> Iterable[tuple[int, str]]:
+        """(output tensor, what it is made from), in no order."""
+        for unit in self.units:
+            if isinstance(unit, CopyUnit):
+                for out, source in unit.pieces:
+                    tensor = source.tensor if isinstance(source, Rows) else source
+                    yield out, "activations.input_scale" if isinstance(tensor, bytes) else tensor.name
+            else:
+                for member in unit.members:
+                    for out in (member.out_codes, member.out_scales, member.out_global):
+                        if out is not None:
+                            yield out, member.codes.tensor.name
+
+
+@lru_cache(maxsize=256)  # one constant, as a rule
+def _scalar(value: float) -> bytes:
+    """A float as F32."""
+    return struct.pack("<f", value)
 
 
 def make_plan(
@@ -202,62 +235,53 @@ def make_plan(
 ) -> Plan:
     """Plan the conversion of `catalogue`. ManifestError, UsageError or SourceError; nothing is written."""
     weights = list(layout.weights(catalogue))
-    decisions, _ = decide(manifest.layers, catalogue, weights)
     owners = {t.name: weight for weight in weights for t in weight.tensors}
+    decisions = decide(manifest.layers, catalogue, owners)
     target = "nvfp4" if manifest.target.format.startswith("nvfp4") else manifest.target.format
     with_input = manifest.target.format == "nvfp4"
     converting = _check_conversions(manifest, layout.name, weights, decisions, target)
     refuse_idle(manifest.layers, decisions, (weight.module for weight in converting))
     _refuse_unclaimed(catalogue, owners, decisions, layout.name)
     scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
-    parts_by_group: dict[str, list[Part]] = {}
-    groups_of: dict[str, list[str]] = {}
-    kinds: dict[str, tuple[str, str]] = {}
-    choices: dict[str, str] = {}
+    by_group: dict[str, list[SourceWeight]] = {}
+    mates: dict[str, list[SourceWeight]] = {}
     for weight in converting:
-        keys: dict[str, None] = {}
-        for part in parts_of(weight, target, manifest.target.layout, with_input):
-            parts_by_group.setdefault(part.group, []).append(part)
-            keys[part.group] = None
-        groups_of[weight.module] = list(keys)
-        scale = manifest.layers[decisions[weight.module].rule].scale
-        for group in keys:
-            _refuse_mixed(group, (weight.format, scale), kinds.setdefault(group, (weight.format, scale)))
-            choices[group] = scale
+        mates[weight.module] = by_group.setdefault(fuse_key(weight.module), [])
+        mates[weight.module].append(weight)
     uses = [RuleUse() for _ in manifest.layers]
-    builder, dropped, done = _Builder(), list[str](), set[str]()
-    converted_modules = {w.module for w in converting}
+    builder, dropped, converted = _Builder(), list[str](), list[str]()
     for tensor in _in_file_order(catalogue):
         weight = owners.get(tensor.name)
         module = weight.module if weight else module_of(tensor.name)
         decision = decisions[module]
         if decision.rule >= 0:
-            uses[decision.rule].tensors += 1
-            uses[decision.rule].bytes_in += tensor.nbytes
-            if decision.note:
-                notes = uses[decision.rule].notes
-                notes[decision.note] = notes.get(decision.note, 0) + 1
+            uses[decision.rule].count(tensor.nbytes, decision.note)
         if decision.to == "drop":
             dropped.append(tensor.name)
-        elif weight is not None and module in converted_modules:
-            for group in groups_of[module]:
-                if group not in done:
-                    done.add(group)
-                    builder.group(_kind(weight, target), choices[group], parts_by_group[group], scales)
-        else:
-            out = builder.add(Output(tensor.name, tensor.dtype, tensor.shape), tensor.name)
-            builder.piece(out, tensor)
+        elif weight is None or (members := mates.get(module)) is None:
+            builder.piece(builder.add(tensor.name, leaf_of("", tensor.dtype, tensor.shape)), tensor)
             if decision.rule >= 0:
                 uses[decision.rule].bytes_out += tensor.nbytes
+        elif members:  # the first tensor of its fused group, which takes this place
+            groups: dict[str, list[Part]] = {}
+            choices: dict[str, tuple[str, str]] = {}
+            for member in members:
+                rule = decisions[member.module].rule
+                choice = (member.format, manifest.layers[rule].scale)
+                for part in parts_of(member, target, manifest.target.layout, with_input):
+                    _refuse_mixed(part.group, choice, choices.setdefault(part.group, choice))
+                    groups.setdefault(part.group, []).append(part)
+                    uses[rule].bytes_out += part.form.codes.nbytes + part.form.scales.nbytes
+                    converted.append(part.module)
+            members.clear()
+            for group, parts in groups.items():
+                source_format, scale = choices[group]
+                kind = "repack" if source_format == "mxfp4" else f"to-{target}"
+                builder.group(kind, scale, parts, scales)
     builder.flush()
-    for weight in converting:
-        rule = decisions[weight.module].rule
-        for group in groups_of[weight.module]:
-            for part in parts_by_group[group]:
-                if part.codes.tensor.name == weight.codes.name:
-                    uses[rule].bytes_out += _nbytes(part.out_codes) + _nbytes(part.out_scales)
+    builder.refuse_twins()
     scales.refuse_missing()
-    shards, tensors = place(builder.outputs, manifest.target.shard_size)
+    shards, tensors = place(builder.modules, builder.leaves, manifest.target.shard_size)
     return Plan(
         manifest=manifest,
         catalogue=catalogue,
@@ -268,26 +292,16 @@ def make_plan(
         tensors=tensors,
         units=tuple(builder.units),
         rules=tuple(uses),
-        converted=tuple(part.module for parts in parts_by_group.values() for part in parts),
+        converted=tuple(converted),
         dropped=tuple(dropped),
         target_format=manifest.target.format,
         input_scale_note=scales.note,
     )
 
 
-def _nbytes(output: Output) -> int:
-    return nbytes_of(output.dtype, output.shape)
-
-
 def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:
     for shard in catalogue.shards:
         yield from sorted(shard.tensors, key=lambda t: t.begin)
-
-
-def _kind(weight: SourceWeight, target: str) -> str:
-    if weight.format == "mxfp4":
-        return "repack"
-    return f"to-{target}"
 
 
 def _check_conversions(
@@ -299,6 +313,7 @@ def _check_conversions(
 ) -> list[SourceWeight]:
     """The weights to convert, after refusing what cannot be converted and what would mix formats unreadably."""
     converting: list[SourceWeight] = []
+    group = NumberFormat(target).group
     for weight in weights:
         decision = decisions[weight.module]
         if decision.to == "drop":
@@ -307,20 +322,19 @@ def _check_conversions(
             _refuse_kept_packed(weight, layout, target)
             continue
         rule = manifest.layers[decision.rule]
-        where = f"layers.{decision.rule} (match: {rule.match}): {weight.module}"
         if decision.to != target:
             raise UsageError(
                 f"the rule says {decision.to}, target.format says {manifest.target.format}",
-                where=where,
+                where=_place(decision.rule, rule, weight),
                 hint="one checkpoint holds one target format here: change one of the two",
             )
-        _refuse_unsupported(weight, target, rule.scale, where)
-        group = NumberFormat(target).group
+        if rule.scale not in CONVERSIONS.get((weight.format, target), ()):
+            _refuse_unsupported(weight, target, rule.scale, _place(decision.rule, rule, weight))
         if weight.cols % group:
             if rule.match == weight.module:
                 raise UsageError(
                     f"K = {weight.cols} is not a multiple of {group}, the group of {target}",
-                    where=where,
+                    where=_place(decision.rule, rule, weight),
                     hint="keep this layer, or choose a format whose group divides K",
                 )
             decisions[weight.module] = Decision("keep", decision.rule, f"K is not a multiple of {group}: kept plain")
@@ -335,7 +349,11 @@ def _check_conversions(
     return converting
 
 
-def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> None:
+def _place(index: int, rule: LayerRule, weight: SourceWeight) -> str:
+    return f"layers.{index} (match: {rule.match}): {weight.module}"
+
+
+def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> NoReturn:
     choices = CONVERSIONS.get((weight.format, target))
     if choices is None:
         raise UsageError(
@@ -343,12 +361,11 @@ def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: st
             where=where,
             hint="it makes MXFP4 -> NVFP4, and both of them from BF16, F16 or F32; keep this layer, or narrow the rule",
         )
-    if scale not in choices:
-        raise UsageError(
-            f"scale: {scale} is not available for {weight.format} -> {target}",
-            where=where,
-            hint=f"use scale: {' or '.join(choices)}",
-        )
+    raise UsageError(
+        f"scale: {scale} is not available for {weight.format} -> {target}",
+        where=where,
+        hint=f"use scale: {' or '.join(choices)}",
+    )
 
 
 def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> None:

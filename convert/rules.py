@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -68,61 +68,65 @@ class RuleUse:
     bytes_out: int = 0
     notes: dict[str, int] = field(default_factory=dict[str, int])
 
+    def count(self, nbytes: int, note: str) -> None:
+        """One more source tensor."""
+        self.tensors += 1
+        self.bytes_in += nbytes
+        if note:
+            self.notes[note] = self.notes.get(note, 0) + 1
+
 
 def module_of(tensor: str) -> str:
     """The module a tensor belongs to: its name without the last part (`X.weight` -> `X`)."""
     return tensor.rpartition(".")[0] or tensor
 
 
-def decide(
-    rules: Sequence[LayerRule], catalogue: Catalogue, weights: Iterable[SourceWeight]
-) -> tuple[dict[str, Decision], list[str]]:
-    """A decision for every module of the checkpoint, and the order in which modules first appear.
+def decide(rules: Sequence[LayerRule], catalogue: Catalogue, owners: Mapping[str, SourceWeight]) -> dict[str, Decision]:
+    """A decision for every module of the checkpoint. owners: the weight that a tensor, by name, belongs to, if any.
 
     ManifestError lists every rule that matches nothing, with the nearest module names.
     """
     matchers = [compile_match(rule.match) for rule in rules]
     protected = [(compile_match(pattern), reason) for pattern, reason in PROTECTED]
-    packed: dict[str, SourceWeight] = {w.module: w for w in weights}
-    owners = {t.name: w.module for w in packed.values() for t in w.tensors}
-    modules = list(dict.fromkeys(owners.get(name) or module_of(name) for name in catalogue.tensors))
     stacked = {module_of(t.name) for t in catalogue.tensors.values() if len(t.shape) > 2 and t.name not in owners}
     used = [False] * len(rules)
-    hit = [False] * len(rules)
+    plain = [Decision(rule.to, index) for index, rule in enumerate(rules)]  # shared: modules outnumber them by far
     decisions: dict[str, Decision] = {}
-    for module in modules:
-        chosen = -1
-        for index, matches in enumerate(matchers):
-            if matches(module):
-                hit[index] = True
-                chosen = index
-                used[index] = True
-                break
-        decisions[module] = _decision(rules, chosen, packed.get(module), module, protected, module in stacked)
-    _refuse_unused(rules, used, matchers, modules)
-    return decisions, modules
+    for name in catalogue.tensors:
+        weight = owners.get(name)
+        module = weight.module if weight else module_of(name)
+        if module in decisions:
+            continue
+        chosen = next((index for index, matches in enumerate(matchers) if matches(module)), -1)
+        if chosen >= 0:
+            used[chosen] = True
+        note = _reason_to_keep(rules, chosen, weight, module, protected, module in stacked)
+        decisions[module] = Decision("keep", chosen, note) if note else plain[chosen]
+    _refuse_unused(rules, used, matchers, list(decisions))
+    return decisions
 
 
-def _decision(
+def _reason_to_keep(
     rules: Sequence[LayerRule],
     chosen: int,
     weight: SourceWeight | None,
     module: str,
-    protected: Sequence[tuple[object, str]],
+    protected: Sequence[tuple[Callable[[str], bool], str]],
     stacked: bool,
-) -> Decision:
+) -> str:
+    """Why a module is kept although no rule, or a rule that converts, speaks of it; empty where the rule is obeyed."""
     if chosen < 0:
-        return Decision("keep", -1, "no rule matches: kept")
+        return "no rule matches: kept"
     rule = rules[chosen]
     if rule.to in ("keep", "drop"):
-        return Decision(rule.to, chosen)
+        return ""
     if weight is None:
-        return Decision("keep", chosen, "stacked weights without scales: kept" if stacked else "not a weight: kept")
+        return "stacked weights without scales: kept" if stacked else "not a weight: kept"
     if weight.format == "plain" and _has_wildcard(rule.match):
         for matches, reason in protected:
-            if callable(matches) and matches(module):
-                return Decision("keep", chosen, f"{reason}: kept (name it in full to convert it)")
-    return Decision(rule.to, chosen)
+            if matches(module):
+                return f"{reason}: kept (name it in full to convert it)"
+    return ""
 
 
 def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], converting: Iterable[str]) -> None:

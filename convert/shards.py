@@ -153,11 +153,15 @@ def read_shard_header(path: Path, file: str) -> Shard:
 def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: int) -> tuple[TensorInfo, ...]:
     """Every entry well formed, the byte ranges side by side from the header's end to the file's."""
     tensors: list[TensorInfo] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for name, entry in entries.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            if not (type(begin) is int and type(end) is int and all(type(n) is int and n >= 0 for n in shape)):
+            if not (
+                type(begin) is int and type(end) is int and {*map(type, shape)} <= {int} and min(shape, default=0) >= 0
+            ):
                 raise TypeError
+            shape = shapes.setdefault(shape, shape)  # few shapes, many tensors
             if not isinstance(dtype, str):
                 raise TypeError
         except (KeyError, TypeError, ValueError) as error:
@@ -202,6 +206,12 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
     return tuple(tensors)
 
 
+@lru_cache(maxsize=4096)
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    """A header entry up to its offsets."""
+    return f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+
+
 def render_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
     """Length prefix and header of a shard, padded with spaces to a multiple of 8.
 
@@ -209,8 +219,7 @@ def render_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
     """
     parts = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
     parts += [  # by hand: a checkpoint has up to half a million entries, and a plan renders them all
-        f'{quote(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
-        for name, dtype, shape, begin, end in entries
+        f"{quote(name)}:{_described(dtype, shape)}{begin},{end}]}}" for name, dtype, shape, begin, end in entries
     ]
     raw = ("{" + ",".join(parts) + "}").encode()
     raw += b" " * (-len(raw) % 8)

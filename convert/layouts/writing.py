@@ -1,7 +1,8 @@
 """How a converted weight is named and cut up in the output.
 
 A writing layout turns one source weight into parts: rows of the source, the output tensors' names, dtypes and shapes,
-and the key of the fused group whose members share a global scale. It knows no offsets and no numbers.
+and the key of the fused group whose members share a global scale. It knows no offsets and no numbers. A large checkpoint
+has a million output tensors and a dozen kinds of them, so what depends on the shape alone is made once and shared.
 
 | layout             | NVFP4                                                                                  |
 |--------------------|----------------------------------------------------------------------------------------|
@@ -16,13 +17,15 @@ Gate and up stay under their own names: which of them a kernel wants first is th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from requant.convert.layouts.base import Rows, SourceWeight
+from requant.convert.shards import nbytes_of
 from requant.kernels.formats import MXFP4_GROUP, NVFP4_GROUP
 from requant.manifests.errors import UsageError
 
-__all__ = ["FUSED_SETS", "Bias", "Part", "fuse_key", "parts_of"]
+__all__ = ["FUSED_SETS", "Bias", "Form", "Leaf", "Part", "fuse_key", "leaf_of", "parts_of"]
 
 FUSED_SETS: Final[tuple[tuple[str, ...], ...]] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -43,37 +46,54 @@ def fuse_key(module: str) -> str:
     return f"{parent}{dot}{_SET_OF.get(leaf, leaf)}"
 
 
-class Output(NamedTuple):
-    """Name, dtype and shape of an output tensor."""
+class Leaf(NamedTuple):
+    """An output tensor but for its module: the name is module + suffix. Shared by all modules of one shape."""
 
-    name: str
+    suffix: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)  # many modules, few shapes
+def leaf_of(suffix: str, dtype: str, shape: tuple[int, ...]) -> Leaf:
+    """The leaf with its size."""
+    return Leaf(suffix, dtype, shape, nbytes_of(dtype, shape))
+
+
+class Form(NamedTuple):
+    """What every weight of one shape becomes: [rows N, cols K] and its output tensors.
+
+    transposed: experts of a stack whose planes are written [E, K/2, N]; 0 for the ordinary [N, K/2]. reciprocal:
+    scalars are written as 1/x.
+    """
+
+    rows: int
+    cols: int
+    codes: Leaf
+    scales: Leaf
+    global_scale: Leaf | None
+    input_scale: Leaf | None
+    reciprocal: bool = False
+    transposed: int = 0
 
 
 class Bias(NamedTuple):
     """A stacked bias's share of one part: elements of the source tensor, as rows of one element."""
 
     source: Rows
-    output: Output
+    leaf: Leaf
 
 
 class Part(NamedTuple):
-    """One output weight. codes/scales: source rows (scales None for a plain source). transposed: experts of a stack
-    whose planes are written [E, K/2, N]; 0 for the ordinary [N, K/2]. reciprocal: scalars are written as 1/x."""
+    """One output weight: its module, fused group and form, and the source rows of its codes (or plain values) and
+    scales (None for a plain source)."""
 
     module: str
     group: str
-    rows: int
-    cols: int
+    form: Form
     codes: Rows
     scales: Rows | None
-    out_codes: Output
-    out_scales: Output
-    out_global: Output | None
-    out_input: Output | None
-    reciprocal: bool = False
-    transposed: int = 0
     bias: Bias | None = None
 
 
@@ -90,16 +110,8 @@ def parts_of(weight: SourceWeight, target: str, layout: str, with_input_scale: b
             hint="use layout modelopt-experts (one module per expert) or modelopt (stacked, as modelopt writes it)",
         )
     else:
-        rows, cols = weight.rows, weight.cols
-        yield _part(
-            weight.module,
-            rows,
-            cols,
-            _rows(weight, 0, 1, rows),
-            target=target,
-            naming="compressed-tensors" if layout == "compressed-tensors" else "modelopt",
-            with_input_scale=with_input_scale,
-        )
+        form = _form(weight.rows, weight.cols, target, layout == "compressed-tensors", with_input_scale)
+        yield Part(weight.module, fuse_key(weight.module), form, *_rows(weight, 0, 1, weight.rows))
 
 
 def _rows(weight: SourceWeight, start: int, step: int, count: int) -> tuple[Rows, Rows | None]:
@@ -111,37 +123,24 @@ def _rows(weight: SourceWeight, start: int, step: int, count: int) -> tuple[Rows
     return codes, Rows(weight.scales, weight.scales.nbytes // total, start, step, count)
 
 
-def _part(
-    module: str,
-    rows: int,
-    cols: int,
-    planes: tuple[Rows, Rows | None],
-    *,
-    target: str,
-    naming: str,
-    with_input_scale: bool,
-    bias: Bias | None = None,
-) -> Part:
+@lru_cache(maxsize=4096)
+def _form(rows: int, cols: int, target: str, compressed: bool, with_input_scale: bool) -> Form:
+    """An ordinary weight under compressed-tensors' names, or modelopt's."""
     nvfp4 = target == "nvfp4"
-    compressed = naming == "compressed-tensors"
-    packed = f"{module}.weight_packed" if compressed else f"{module}.weight"
     plane = (rows, cols // (NVFP4_GROUP if nvfp4 else MXFP4_GROUP))
     scalar: tuple[int, ...] = (1,) if compressed else ()
-    global_name = "weight_global_scale" if compressed else "weight_scale_2"
-    input_name = "input_global_scale" if compressed else "input_scale"
-    return Part(
-        module=module,
-        group=fuse_key(module),
+    return Form(
         rows=rows,
         cols=cols,
-        codes=planes[0],
-        scales=planes[1],
-        out_codes=Output(packed, "U8", (rows, cols // 2)),
-        out_scales=Output(f"{module}.weight_scale", "F8_E4M3" if nvfp4 else "U8", plane),
-        out_global=Output(f"{module}.{global_name}", "F32", scalar) if nvfp4 else None,
-        out_input=Output(f"{module}.{input_name}", "F32", scalar) if nvfp4 and with_input_scale else None,
+        codes=leaf_of(".weight_packed" if compressed else ".weight", "U8", (rows, cols // 2)),
+        scales=leaf_of(".weight_scale", "F8_E4M3" if nvfp4 else "U8", plane),
+        global_scale=leaf_of(".weight_global_scale" if compressed else ".weight_scale_2", "F32", scalar)
+        if nvfp4
+        else None,
+        input_scale=leaf_of(".input_global_scale" if compressed else ".input_scale", "F32", scalar)
+        if nvfp4 and with_input_scale
+        else None,
         reciprocal=compressed,
-        bias=bias,
     )
 
 
@@ -150,25 +149,20 @@ def _stacked(weight: SourceWeight, target: str, with_input_scale: bool) -> Part:
     if target != "nvfp4":
         raise UsageError("only NVFP4 is written in the stacked layout", where=weight.module, hint="keep this weight")
     experts, rows, cols, module = weight.experts, weight.rows, weight.cols, weight.module
-    codes, scales = _rows(weight, 0, 1, experts * rows)
     bias = None
     if weight.bias is not None:
-        source = Rows(weight.bias, weight.bias.nbytes, 0, 1, 1)
-        bias = Bias(source, Output(weight.bias.name, weight.bias.dtype, weight.bias.shape))
-    return Part(
-        module=module,
-        group=module,
+        leaf = leaf_of(weight.bias.name.removeprefix(module), weight.bias.dtype, weight.bias.shape)
+        bias = Bias(Rows(weight.bias, weight.bias.nbytes, 0, 1, 1), leaf)
+    form = Form(
         rows=experts * rows,
         cols=cols,
-        codes=codes,
-        scales=scales,
-        out_codes=Output(module, "U8", (experts, cols // 2, rows)),
-        out_scales=Output(f"{module}_weight_scale", "F8_E4M3", (experts, cols // NVFP4_GROUP, rows)),
-        out_global=Output(f"{module}_weight_scale_2", "F32", ()),
-        out_input=Output(f"{module}_input_scale", "F32", ()) if with_input_scale else None,
+        codes=leaf_of("", "U8", (experts, cols // 2, rows)),
+        scales=leaf_of("_weight_scale", "F8_E4M3", (experts, cols // NVFP4_GROUP, rows)),
+        global_scale=leaf_of("_weight_scale_2", "F32", ()),
+        input_scale=leaf_of("_input_scale", "F32", ()) if with_input_scale else None,
         transposed=experts,
-        bias=bias,
     )
+    return Part(module, module, form, *_rows(weight, 0, 1, experts * rows), bias)
 
 
 def _per_expert(weight: SourceWeight, target: str, with_input_scale: bool) -> Iterator[Part]:
@@ -176,6 +170,7 @@ def _per_expert(weight: SourceWeight, target: str, with_input_scale: bool) -> It
     base = weight.module.rpartition(".")[0]
     leaves = ("gate_proj", "up_proj") if weight.interleaved else (weight.module.rpartition(".")[2],)
     step, per_leaf = len(leaves), weight.rows // len(leaves)
+    form = _form(per_leaf, weight.cols, target, False, with_input_scale)
     for expert in range(weight.experts):
         for offset, leaf in enumerate(leaves):
             start = expert * weight.rows + offset
@@ -183,15 +178,6 @@ def _per_expert(weight: SourceWeight, target: str, with_input_scale: bool) -> It
             bias = None
             if weight.bias is not None:
                 element = weight.bias.nbytes // (weight.experts * weight.rows)
-                output = Output(f"{module}.bias", weight.bias.dtype, (per_leaf,))
-                bias = Bias(Rows(weight.bias, element, start, step, per_leaf), output)
-            yield _part(
-                module,
-                per_leaf,
-                weight.cols,
-                _rows(weight, start, step, per_leaf),
-                target=target,
-                naming="modelopt",
-                with_input_scale=with_input_scale,
-                bias=bias,
-            )
+                source = Rows(weight.bias, element, start, step, per_leaf)
+                bias = Bias(source, leaf_of(".bias", weight.bias.dtype, (per_leaf,)))
+            yield Part(module, fuse_key(module), form, *_rows(weight, start, step, per_leaf), bias)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from requant.kernels import w4a4, w4a4_build
+from requant.kernels import cuda_build, w4a4, w4a4_build
 from requant.kernels.availability import KernelUnavailableError, State
 from requant.kernels.formats import NumberFormat
 from requant.kernels.w4a4 import Fp4Tensor, grouped_matmul, matmul, quantize, route
@@ -181,7 +181,7 @@ def test_expert_ids_of_another_type_or_shape_are_refused() -> None:
 
 
 def test_without_nvcc_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(w4a4_build, "find_cuda_tool", lambda name: None)
+    monkeypatch.setattr(cuda_build, "find_cuda_tool", lambda name: None)
     monkeypatch.setenv("REQUANT_CACHE_DIR", str(tmp_path))
     with pytest.raises(KernelUnavailableError, match=r"no nvcc.*set CUDA_HOME"):
         w4a4_build.build_library("120a", emulate=False)
@@ -194,7 +194,7 @@ def test_a_compiler_that_fails_leaves_no_library_and_shows_its_words(
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'no such architecture' >&2\nexit 3\n")
     nvcc.chmod(0o755)
-    monkeypatch.setattr(w4a4_build, "find_cuda_tool", lambda name: nvcc)
+    monkeypatch.setattr(cuda_build, "find_cuda_tool", lambda name: nvcc)
     monkeypatch.setenv("REQUANT_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(KernelUnavailableError, match=r"exit 3(.|\n)*no such architecture"):
         w4a4_build.build_library("120a", emulate=False)
@@ -205,7 +205,7 @@ def test_a_library_is_built_once_per_source_and_flags(monkeypatch: pytest.Monkey
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nfor last; do :; done\necho made > "$last"\n')
     nvcc.chmod(0o755)
-    monkeypatch.setattr(w4a4_build, "find_cuda_tool", lambda name: nvcc)
+    monkeypatch.setattr(cuda_build, "find_cuda_tool", lambda name: nvcc)
     monkeypatch.setenv("REQUANT_CACHE_DIR", str(tmp_path / "cache"))
     first = w4a4_build.build_library("120a", emulate=False)
     assert w4a4_build.build_library("120a", emulate=False) == first

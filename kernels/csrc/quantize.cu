@@ -1,0 +1,89 @@
+// MXFP4 -> NVFP4 and BF16 -> NVFP4 on the GPU: the CPU's rules (repack_jit.py, quantize.py), its bytes, at the speed of
+// a copy. Each entry point launches on the given stream and returns a cudaError_t; the caller (gpu_quantize.py) has
+// checked shapes and alignment. No allocation, no synchronisation: safe inside a CUDA graph.
+//
+// One thread takes one 32-block (16 bytes of codes, 1 scale byte in, 2 out) or one 16-block of BF16 (32 bytes in, 8 + 1
+// out); tensors are flat lists of blocks, since a row is a whole number of them.
+#include "quantize_bf16.cuh"
+#include "quantize_repack.cuh"
+
+using namespace requant;
+
+namespace {
+
+constexpr int THREADS = 256;
+
+unsigned grid_for(size_t items, int per_thread) {
+  const size_t blocks = (items + size_t{THREADS} * per_thread - 1) / (size_t{THREADS} * per_thread);
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks > 0x7FFFFFFF ? 0x7FFFFFFF : blocks);
+}
+
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+extern "C" {
+
+// range[0], range[1] (set to 255, 0 by the caller): smallest and largest of `count` E8M0 bytes.
+int requant_scale_range(const uint8_t* scales, size_t count, unsigned* range, void* stream) {
+  scale_range_kernel<<<grid_for(count, 64), THREADS, 0, stream_of(stream)>>>(scales, count, range);
+  return cudaGetLastError();
+}
+
+// Step 1: codes copied, scales 2^(k - m) with k - m in [-6, 8], which the caller knows from the range.
+int requant_repack_window(const void* codes, const uint8_t* scales, size_t blocks, int m, void* out_codes,
+                          void* out_scales, void* stream) {
+  const RepackArgs args{static_cast<const uint4*>(codes), scales, static_cast<uint4*>(out_codes),
+                        static_cast<uint16_t*>(out_scales), nullptr, blocks, m};
+  repack_kernel<true><<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
+  return cudaGetLastError();
+}
+
+// Step 2. counts[5] is added to: exact, shifted, lossy, nonzero scales below 2^-6, impossible (m too small); in halves.
+int requant_repack_halves(const void* codes, const uint8_t* scales, size_t blocks, int m, void* out_codes,
+                          void* out_scales, unsigned long long* counts, void* stream) {
+  const RepackArgs args{static_cast<const uint4*>(codes), scales, static_cast<uint4*>(out_codes),
+                        static_cast<uint16_t*>(out_scales), counts, blocks, m};
+  repack_kernel<false><<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
+  return cudaGetLastError();
+}
+
+// hist[256][4][4][2] is added to: halves by E8M0 byte, exact halvings, exact doublings, live.
+int requant_half_census(const void* codes, const uint8_t* scales, size_t blocks, unsigned long long* hist,
+                        void* stream) {
+  const unsigned grid = grid_for(blocks, 64);  // a CTA clears and flushes 32 KB: let it do enough between
+  census_kernel<<<grid, THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales, blocks, hist);
+  return cudaGetLastError();
+}
+
+// err[256]: squared error per E8M0 byte, unit 4^(byte - 128); counts[0]: scales below 2^-6, counts[1]: impossible.
+int requant_lossy_error(const void* codes, const uint8_t* scales, size_t blocks, int m, unsigned long long* err,
+                        unsigned long long* counts, void* stream) {
+  lossy_error_kernel<<<grid_for(blocks, 4), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales,
+                                                                             blocks, m, err, counts);
+  return cudaGetLastError();
+}
+
+// amax[0] (a float's bits) is raised to the largest |w|; an infinity or a NaN makes it >= 0x7F800000.
+int requant_bf16_amax(const void* w, size_t blocks, unsigned* amax, void* stream) {
+  bf16_amax_kernel<<<grid_for(blocks, AMAX_UNROLL), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(w), blocks,
+                                                                                     amax);
+  return cudaGetLastError();
+}
+
+// scale_2[0] = the global scale that amax asks for. One thread: it is a division.
+int requant_global_scale(const unsigned* amax, float* scale_2, void* stream) {
+  global_scale_kernel<<<1, 1, 0, stream_of(stream)>>>(amax, scale_2);
+  return cudaGetLastError();
+}
+
+// Encode under scale_2[0]. Blocks with an infinity or a NaN get a NaN scale and codes 0.
+int requant_bf16_nvfp4(const void* w, size_t blocks, const float* scale_2, void* out_codes, uint8_t* out_scales,
+                       void* stream) {
+  bf16_nvfp4_kernel<<<grid_for(blocks, ENCODE_UNROLL), THREADS, 0, stream_of(stream)>>>(
+      static_cast<const uint4*>(w), blocks, scale_2, static_cast<uint2*>(out_codes), out_scales);
+  return cudaGetLastError();
+}
+
+const char* requant_quantize_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
+}

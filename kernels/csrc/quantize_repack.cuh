@@ -1,0 +1,301 @@
+// MXFP4 -> NVFP4, the loops over blocks: kernels/repack_jit.py once more, decision for decision, in integers.
+//
+// Most 32-blocks take the short way: their scale 2^p has p in [-6, 8], the codes pass unchanged, and all that is asked of
+// them is whether any magnitude is nonzero. The rest (shifts and least-squares fits) is rare and branches.
+// The rules compile for the host too; the kernels are below them.
+#pragma once
+#include <stddef.h>
+#include <stdlib.h>
+
+#include "fp4_mma.cuh"
+
+#ifdef __CUDACC__
+#define RARE __host__ __device__ __noinline__  // keeps the way that nearly every block takes short
+#else
+#define RARE inline
+#endif
+
+namespace requant {
+
+constexpr int REPACK_UNROLL = 4;
+constexpr int E8M0_BIAS = 127;
+constexpr unsigned DEAD_BYTE = 0x08;  // 2^-6: a scale that no kernel flushes
+constexpr int KEEP = 0, SHIFT = 1, LOSSY = 2, IMPOSSIBLE = 3;
+
+// 2|value| of a magnitude code: 0 1 2 3 4 6 8 12, as nibbles of one word.
+FP4_HD int twice(unsigned magnitude) { return static_cast<int>(0xC8643210u >> (4 * magnitude) & 15); }
+
+// How often every nonzero magnitude of 16 codes halves and doubles exactly; 0, 0 where all are zero.
+struct Limits {
+  int halvings, doublings;
+  bool live;
+};
+
+FP4_HD Limits limits_of(uint64_t half) {
+  constexpr uint64_t ONES = 0x1111111111111111ull;
+  const uint64_t b0 = half & ONES, b1 = half >> 1 & ONES, b2 = half >> 2 & ONES;
+  Limits found;
+  found.live = (b0 | b1 | b2) != 0;
+  // halve: .5, 1.5 not at all; 1, 3 once; 2, 6 twice; 4 three times (to .5)
+  const uint64_t never = ~b2 & b0, once = (~b2 & b1 & ~b0) | (b2 & ~b1 & b0), two = (b2 & b1 & b0) | (b2 & ~b1 & ~b0);
+  found.halvings = never ? 0 : once ? 1 : two ? 2 : found.live ? 3 : 0;
+  // double: 4, 6 not at all; 2, 3 once; 1, 1.5 twice; .5 three times
+  found.doublings = (b2 & b1) ? 0 : b2 ? 1 : b1 ? 2 : found.live ? 3 : 0;
+  return found;
+}
+
+struct Settled {
+  int kind, exponent, shift;
+};
+
+// For a live half whose source scale is 2^p under the new global scale: what becomes of it.
+FP4_HD Settled settle(int p, const Limits& found) {
+  if (p > 8) return {p - 8 <= found.doublings ? SHIFT : IMPOSSIBLE, 8, p - 8};
+  if (p >= -6) return {KEEP, p, 0};
+  if (p + found.halvings >= -6) return {SHIFT, -6, p + 6};
+  if (p >= -9) return {KEEP, p, 0};
+  if (p + found.halvings >= -9) return {SHIFT, -9, p + 9};
+  return {LOSSY, 0, 0};
+}
+
+FP4_HD unsigned pow2_byte(int p) { return p >= -6 ? static_cast<unsigned>(p + 7) << 3 : 1u << (p + 9); }
+
+// An E4M3 byte's value in units of 2^-9.
+FP4_HD int steps_of(int byte) { return byte < 8 ? byte : (8 + (byte & 7)) << ((byte >> 3) - 1); }
+
+// All 16 magnitudes times 2^shift, exactly; signs kept.
+RARE uint64_t shift_codes(uint64_t half, int shift) {
+  uint64_t out = half & 0x8888888888888888ull;
+  for (int i = 0; i < 16; ++i) {
+    const int value = twice(static_cast<unsigned>(half >> (4 * i)) & 7);
+    const int moved = shift >= 0 ? value << shift : value >> -shift;
+    unsigned code = 0;
+    for (unsigned q = 1; q < 8; ++q) code = twice(q) == moved ? q : code;
+    out |= static_cast<uint64_t>(code) << (4 * i);
+  }
+  return out;
+}
+
+// The magnitude code q that brings twice(q) * step nearest to `value`; a tie between neighbours goes to the even code.
+RARE int nearest(int value, int step) {
+  int best = 0;
+  for (int q = 1; q < 8; ++q) {
+    const int gain = abs(twice(best) * step - value) - abs(twice(q) * step - value);
+    if (gain > 0 || (gain == 0 && (q & 1) == 0)) best = q;
+  }
+  return best;
+}
+
+struct Fit {
+  int byte;
+  long long error;
+};
+
+// Least squares for a lossy half, p < -9; see repack_jit._fit for the units and why the search is short.
+RARE Fit fit(uint64_t half, int p) {
+  int count[8] = {};
+  for (int i = 0; i < 16; ++i) ++count[half >> (4 * i) & 7];
+  long long least = 0;
+  for (int code = 0; code < 8; ++code) least += count[code] * twice(code) * twice(code);
+  int best = DEAD_BYTE;
+  const int shift = -9 - p < 6 ? -9 - p : 6;
+  for (int byte = 1; byte < 0x7F; ++byte) {
+    const int step = steps_of(byte) << shift;
+    if (step > 24) break;
+    long long error = 0;
+    for (int code = 0; code < 8; ++code) {
+      const int miss = twice(code) - twice(nearest(twice(code), step)) * step;
+      error += count[code] * miss * miss;
+    }
+    if (error < least) least = error, best = byte;
+  }
+  return {best, least};
+}
+
+RARE uint64_t fit_codes(uint64_t half, int byte, int p) {
+  const int step = steps_of(byte) << (-9 - p < 6 ? -9 - p : 6);
+  uint64_t out = half & 0x8888888888888888ull;
+  for (int i = 0; i < 16; ++i)
+    out |= static_cast<uint64_t>(nearest(twice(static_cast<unsigned>(half >> (4 * i)) & 7), step)) << (4 * i);
+  return out;
+}
+
+struct Tally {
+  unsigned exact = 0, shifted = 0, lossy = 0, below = 0, impossible = 0;
+};
+
+// One half by the table of repack_jit.py; returns its scale byte and rewrites its codes.
+RARE unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
+  const Limits found = limits_of(half);
+  if (!found.live) {
+    ++tally.exact;
+    return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
+  }
+  const Settled way = settle(p, found);
+  unsigned byte;
+  if (way.kind == IMPOSSIBLE) {
+    ++tally.impossible;
+    return DEAD_BYTE;
+  }
+  if (way.kind == LOSSY) {
+    byte = static_cast<unsigned>(fit(half, p).byte);
+    half = fit_codes(half, static_cast<int>(byte), p);
+    ++tally.lossy;
+  } else {
+    byte = pow2_byte(way.exponent);
+    if (way.kind == SHIFT) {
+      half = shift_codes(half, way.shift);
+      ++tally.shifted;
+    } else {
+      ++tally.exact;
+    }
+  }
+  tally.below += byte < 8;
+  return byte;
+}
+
+#ifdef __CUDACC__
+struct RepackArgs {
+  const uint4* codes;
+  const uint8_t* scales;
+  uint4* out_codes;
+  uint16_t* out_scales;
+  unsigned long long* counts;
+  size_t blocks;
+  int m;
+};
+
+__device__ __forceinline__ uint64_t half_of(const uint4& codes, int half) {
+  return half ? static_cast<uint64_t>(codes.w) << 32 | codes.z : static_cast<uint64_t>(codes.y) << 32 | codes.x;
+}
+
+__device__ __forceinline__ void add_to(unsigned long long* total, unsigned mine) {
+  const unsigned sum = __reduce_add_sync(0xFFFFFFFFu, mine);
+  if (sum && threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(sum));
+}
+
+// WINDOW: every scale fits and no code is looked at (repack.window_scales). Otherwise the table of repack_jit.py.
+template <bool WINDOW>
+__global__ void __launch_bounds__(256) repack_kernel(const RepackArgs args) {
+  const size_t stride = blockDim.x, first = blockIdx.x * stride * REPACK_UNROLL + threadIdx.x;
+  uint4 codes[REPACK_UNROLL];
+  int scale[REPACK_UNROLL];
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    const size_t block = first + i * stride;
+    if (block < args.blocks) codes[i] = __ldcs(args.codes + block), scale[i] = args.scales[block];
+  }
+  Tally tally;
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    const size_t block = first + i * stride;
+    if (block >= args.blocks) continue;
+    const int p = scale[i] - E8M0_BIAS - args.m;
+    unsigned low, high;
+    if constexpr (WINDOW) {
+      low = high = static_cast<unsigned>(p + 7) << 3;
+    } else {
+      const bool dead = ((codes[i].x | codes[i].y | codes[i].z | codes[i].w) & 0x77777777u) == 0;
+      if (p >= -6 && p <= 8) {
+        low = high = dead ? DEAD_BYTE : pow2_byte(p);
+        tally.exact += 2;
+      } else {
+        uint64_t a = half_of(codes[i], 0), b = half_of(codes[i], 1);
+        low = settle_half(a, p, dead, tally);
+        high = settle_half(b, p, dead, tally);
+        codes[i] = make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
+                              static_cast<uint32_t>(b >> 32));
+      }
+    }
+    __stcs(args.out_codes + block, codes[i]);
+    args.out_scales[block] = static_cast<uint16_t>(low | high << 8);
+  }
+  if constexpr (!WINDOW) {
+    add_to(args.counts + 0, tally.exact);
+    add_to(args.counts + 1, tally.shifted);
+    add_to(args.counts + 2, tally.lossy);
+    add_to(args.counts + 3, tally.below);
+    add_to(args.counts + 4, tally.impossible);
+  }
+}
+
+// Halves of one warp that fall on the same bin are added once: neighbours mostly share their scale.
+__global__ void __launch_bounds__(256) census_kernel(const uint4* codes, const uint8_t* scales, size_t blocks,
+                                                     unsigned long long* hist) {
+  __shared__ unsigned bins[256 * 32];
+  for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x) bins[i] = 0;
+  __syncthreads();
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t base = static_cast<size_t>(blockIdx.x) * blockDim.x; base < blocks; base += stride) {
+    const size_t block = base + threadIdx.x;
+    const bool there = block < blocks;
+    const uint4 v = there ? codes[block] : make_uint4(0, 0, 0, 0);
+    const unsigned scale = there ? scales[block] : 0;
+    for (int half = 0; half < 2; ++half) {
+      const Limits found = limits_of(half_of(v, half));
+      const unsigned bin = there ? scale * 32 + found.halvings * 8 + found.doublings * 2 + found.live : 0xFFFFFFFFu;
+#if __CUDA_ARCH__ >= 700
+      const unsigned peers = __match_any_sync(0xFFFFFFFFu, bin);
+      if (there && __ffs(static_cast<int>(peers)) - 1 == static_cast<int>(threadIdx.x % 32))
+        atomicAdd(bins + bin, static_cast<unsigned>(__popc(peers)));
+#else
+      if (there) atomicAdd(bins + bin, 1u);
+#endif
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x)
+    if (bins[i]) atomicAdd(hist + i, static_cast<unsigned long long>(bins[i]));
+}
+
+__global__ void __launch_bounds__(256) lossy_error_kernel(const uint4* codes, const uint8_t* scales, size_t blocks, int m,
+                                                          unsigned long long* err, unsigned long long* counts) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t block = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; block < blocks; block += stride) {
+    const int p = scales[block] - E8M0_BIAS - m;
+    if (p >= -9 && p <= 8) continue;
+    const uint4 v = codes[block];
+    for (int i = 0; i < 2; ++i) {
+      const uint64_t half = half_of(v, i);
+      const Limits found = limits_of(half);
+      if (!found.live) continue;
+      const int kind = settle(p, found).kind;
+      if (kind == LOSSY) {
+        const Fit best = fit(half, p);
+        atomicAdd(err + scales[block], static_cast<unsigned long long>(best.error));
+        if (best.byte < 8) atomicAdd(counts, 1ull);
+      } else if (kind == IMPOSSIBLE) {
+        atomicAdd(counts + 1, 1ull);
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(256) scale_range_kernel(const uint8_t* scales, size_t count, unsigned* range) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x, words = count / 16;
+  unsigned low = 0xFFFFFFFFu, high = 0;  // four bytes side by side
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
+    const uint4 v = reinterpret_cast<const uint4*>(scales)[i];
+    low = __vminu4(__vminu4(low, __vminu4(v.x, v.y)), __vminu4(v.z, v.w));
+    high = __vmaxu4(__vmaxu4(high, __vmaxu4(v.x, v.y)), __vmaxu4(v.z, v.w));
+  }
+  unsigned least = 255, most = 0;
+  for (int byte = 0; byte < 4; ++byte) {
+    least = min(least, low >> (8 * byte) & 255);
+    most = max(most, high >> (8 * byte) & 255);
+  }
+  if (blockIdx.x == 0 && threadIdx.x < count % 16) {
+    const unsigned scale = scales[words * 16 + threadIdx.x];
+    least = min(least, scale), most = max(most, scale);
+  }
+  least = __reduce_min_sync(0xFFFFFFFFu, least);
+  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(range, least);
+    atomicMax(range + 1, most);
+  }
+}
+
+#endif
+
+}  // namespace requant

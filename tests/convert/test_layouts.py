@@ -5,7 +5,7 @@ import json
 import pytest
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.layouts.reading import LAYOUTS, recognise
-from requant.convert.layouts.writing import FUSED_SETS, fuse_key, parts_of
+from requant.convert.layouts.writing import FUSED_SETS, fuse_key
 from requant.manifests.errors import ManifestError, SourceError, UsageError
 
 CT = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
@@ -439,9 +439,15 @@ def test_deepseeks_fp8_blocks_have_no_place_in_compressed_tensors(kit):
 
 def test_experts_keep_their_number_whatever_the_dimensions(kit):
     """C34: nothing is taken from a known model's shapes."""
-    weight = next(w for w in LAYOUTS["gpt-oss"].weights(open_checkpoint(sources(kit)["gpt-oss"][0])) if w.experts)
-    parts = list(parts_of(weight, "nvfp4", "modelopt-experts", True))
-    assert [p.module.rpartition("experts.")[2] for p in parts] == [
-        f"{e}.{leaf}" for e in range(3) for leaf in ("gate_proj", "up_proj")
-    ]
-    assert {(p.rows, p.cols, p.out_scales.shape, p.bias.output.shape) for p in parts} == {(32, 96, (32, 6), (32,))}
+    folder = sources(kit)["gpt-oss"][0]
+    rules = [{"match": "*.experts.*", "to": "nvfp4"}, {"match": "*", "to": "keep"}]
+    output, _ = kit.convert(folder, rules, layout="modelopt-experts")
+    found = kit.load(output)
+    base = "model.layers.0.mlp.experts"
+    assert {n.removeprefix(base).split(".")[1] for n in found if n.startswith(f"{base}.")} == {"0", "1", "2"}
+    for expert in range(3):
+        for leaf, rows, cols in (("gate_proj", 32, 96), ("up_proj", 32, 96), ("down_proj", 96, 32)):
+            name = f"{base}.{expert}.{leaf}"
+            assert found[f"{name}.weight"][:2] == ("U8", (rows, cols // 2))
+            assert found[f"{name}.weight_scale"][:2] == ("F8_E4M3", (rows, cols // 16))
+            assert found[f"{name}.bias"][:2] == ("BF16", (rows,))

@@ -200,8 +200,10 @@ def _resolve(root: Path, file: str) -> Path:
     real_root, real = root.resolve(), (root / file).resolve()
     if real.is_relative_to(real_root):
         return real
-    if real_root.parent.name == "snapshots" and real.is_relative_to(real_root.parent.parent / "blobs"):
-        return real
+    if real_root.parent.name == "snapshots":
+        repository = real_root.parent.parent
+        if any(real.is_relative_to(folder / "blobs") for folder in (repository, repository.parent)):
+            return real  # the latter: huggingface_hub 2 keeps Xet files once for all repositories
     raise SourceError(
         "is a link that leads out of the checkpoint's folder",
         where=file,

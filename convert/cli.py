@@ -70,17 +70,31 @@ def _emit(value: dict[str, Any] | list[Any], form: Format, human: Callable[[], s
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False) if form is Format.JSON else human())
 
 
+@contextmanager
+def _written(path: Path) -> Generator[None]:
+    """A file that the user named and that cannot be written is no bug."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot be written: {error.strerror}",
+            where=str(path),
+            hint="name a file in a folder that you may write to",
+        ) from error
+
+
 def _log_to(verbose: bool, log_file: Path | None) -> None:
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    log.handlers.clear()
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:] = [logging.NullHandler()]
     if verbose:
         log.addHandler(logging.StreamHandler(sys.stderr))
     if log_file is not None:
-        handler = logging.FileHandler(log_file)
+        with _written(log_file):
+            handler = logging.FileHandler(log_file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
-    if not log.handlers:
-        log.addHandler(logging.NullHandler())
     log.propagate = False
 
 
@@ -162,8 +176,10 @@ def plan(
     facts = plan_json(job.plan)
     text = plan_text(job.plan, job.seconds)
     if scan:
+        from requant.convert.pipeline import fetch_source
         from requant.convert.scan import scan as read_scales
 
+        job = fetch_source(job)
         total = sum(m.scales.nbytes for u in job.plan.groups for m in u.members if m.scales)
         with _bar(total, "scan", quiet) as progress:
             forecasts = read_scales(job.plan, progress)
@@ -317,7 +333,8 @@ def init(
         return
     if output.exists():
         raise UsageError("exists already", where=str(output), hint="choose another name for the manifest")
-    output.write_text(text)
+    with _written(output):
+        output.write_text(text)
     typer.echo(f"wrote {output}; next: requant plan {output}")
 
 
@@ -481,7 +498,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.echo(f"requant {version('requant')}")
         sys.exit(0)
     try:
-        app(argv, standalone_mode=False)
+        if app(argv, standalone_mode=False) == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
     except RequantError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -489,8 +507,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(int(ExitCode.INTERRUPTED))
     except typer.Abort:
         sys.exit(int(ExitCode.INTERRUPTED))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:  # what typer makes of a reader of stdout that has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # pyright: ignore[reportOptionalMemberAccess]
         sys.exit(0)
     except ModuleNotFoundError as error:
         _fail(EnvironmentFault(f"the package {error.name} is missing", hint="install the extra that README.md names"))

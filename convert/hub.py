@@ -128,7 +128,7 @@ def _fault(error: BaseException, repo: str, doing: str, revision: str, *, publis
 
     status = status_of_fault(error)
     said = next((str(m) for step in chain if (m := getattr(step, "server_message", None))), "")
-    if among(errors.OfflineModeIsEnabled):
+    if among(errors.OfflineModeIsEnabled) and not among(errors.LocalEntryNotFoundError):
         return made(EnvironmentFault, "offline mode is on", "unset HF_HUB_OFFLINE, or give source.path")
     if among(errors.GatedRepoError):
         return made(SourceError, "is gated", "accept its terms on the Hub and log in with `hf auth login` or HF_TOKEN")

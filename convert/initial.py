@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from requant.convert.checkpoint import Catalogue, open_checkpoint
-from requant.convert.hub import fetch
+from requant.convert.hub import fetch, is_offline
 from requant.convert.inspect import pattern_of
 from requant.convert.layouts.base import SourceWeight
 from requant.convert.layouts.reading import recognise
+from requant.convert.remote import remote_catalogue, resolve
 from requant.manifests.errors import SourceError
 from requant.manifests.render import CommentedRule, render_manifest
 from requant.manifests.schema import LayerRule, Runtime, SourceLayout, TargetFormat, TargetLayout
@@ -25,7 +26,7 @@ def initial_manifest(source: str) -> str:
     if path.is_dir():
         catalogue, repo = open_checkpoint(path), None
     elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        catalogue, repo = open_checkpoint(fetch(source, "main")[0]), source
+        catalogue, repo = _hub_catalogue(source), source
     else:
         raise SourceError("is not a folder", where=source, hint="give a checkpoint folder, or owner/name on the Hub")
     layout, reason = recognise(catalogue, "auto")
@@ -46,6 +47,11 @@ def initial_manifest(source: str) -> str:
         runtimes=runtimes,
         why=f"Recognised as {layout.name}: {reason}.",
     )
+
+
+def _hub_catalogue(repo: str) -> Catalogue:
+    """Headers only; offline, what the cache holds."""
+    return open_checkpoint(fetch(repo, "main")[0]) if is_offline() else remote_catalogue(resolve(repo, "main"))
 
 
 def _known(name: str) -> SourceLayout:

@@ -9,23 +9,24 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
-from requant.convert.hub import fetch
+from requant.convert.hub import fetch, is_offline
 from requant.convert.layouts.reading import recognise
 from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
 from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, local_manifest, public_manifest
+from requant.convert.remote import Remote, refuse_changed, remote_catalogue, resolve, snapshot_folder
 from requant.manifests.errors import EnvironmentFault, LockError, UsageError
 from requant.manifests.load import LoadedManifest, load_manifest
 from requant.manifests.schema import Manifest
 
-__all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "prepare", "run_job"]
+__all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_job"]
 
 LOCK_FILE: Final = "requant.lock.json"
 MANIFEST_FILE: Final = "requant.manifest.yaml"
@@ -33,12 +34,16 @@ MANIFEST_FILE: Final = "requant.manifest.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A manifest with its plan. commit: of the source on the Hub, or None for a folder."""
+    """A manifest with its plan. commit: of the source on the Hub, or None for a folder.
+
+    remote: the source's files on the Hub, where the plan was made from their headers and they are still to be fetched.
+    """
 
     loaded: LoadedManifest
     plan: Plan
     commit: str | None
     seconds: float
+    remote: Remote | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -47,7 +52,7 @@ class Job:
 
 
 def prepare(ref: str, sets: Sequence[str] = ()) -> Job:
-    """Load a manifest, read the source's headers, plan. Nothing is written (a Hub source is fetched to its cache)."""
+    """Load a manifest, read the source's headers, plan. Nothing is written; of a Hub source only headers are read."""
     begin = time.perf_counter()
     with _without_gc():
         return _prepare(ref, sets, begin)
@@ -70,19 +75,23 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
     loaded = load_manifest(ref, sets)
     manifest = loaded.manifest
     _refuse_unbuilt(manifest)
-    commit: str | None = None
-    if manifest.source.path is not None:
-        root = Path(manifest.source.path).expanduser()
-    else:
-        root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
     output = Path(manifest.target.output).expanduser()
     if output.is_symlink() or output.name in ("", ".."):  # a folder is renamed at the end, and a link is none
         output = output.resolve()
+    commit: str | None = None
+    remote: Remote | None = None
+    if manifest.source.path is not None:
+        root = Path(manifest.source.path).expanduser()
+    elif is_offline():
+        root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
+    else:
+        remote = resolve(str(manifest.source.repo), manifest.source.revision)
+        root, commit = snapshot_folder(remote), remote.commit
     refuse_overlap(root, output)
-    catalogue = open_checkpoint(root)
+    catalogue = open_checkpoint(root) if remote is None else remote_catalogue(remote)
     layout, reason = recognise(catalogue, manifest.source.layout)
     plan = make_plan(manifest, catalogue, layout, reason, output)
-    return Job(loaded, plan, commit, time.perf_counter() - begin)
+    return Job(loaded, plan, commit, time.perf_counter() - begin, remote)
 
 
 def _refuse_unbuilt(manifest: Manifest) -> None:
@@ -113,7 +122,7 @@ def lock_of(job: Job) -> dict[str, Any]:
             "repo": manifest.source.repo,
             "commit": job.commit,
             "layout": plan.layout,
-            "files": source_files(plan.catalogue),
+            "files": _source_record(job),
         },
         "target": {
             "format": manifest.target.format,
@@ -126,6 +135,31 @@ def lock_of(job: Job) -> dict[str, Any]:
     }
 
 
+def _source_record(job: Job) -> dict[str, dict[str, Any]]:
+    """What the lock says of each source shard: on the Hub its content's hash, on disk the time of its last change."""
+    record = {file: dict(facts) for file, facts in source_files(job.plan.catalogue).items()}
+    if job.commit is not None:
+        for facts in record.values():
+            facts.pop("mtime_ns", None)
+    if job.remote is not None:
+        for file, facts in record.items():
+            facts["sha256"] = job.remote.files[file].sha256
+    return record
+
+
+def fetch_source(job: Job) -> Job:
+    """The job with its source in the Hub's cache, at the plan's commit. SourceError if it is not what was planned."""
+    if job.remote is None:
+        return job
+    catalogue = job.plan.catalogue
+    wanted = [*(shard.file for shard in catalogue.shards), *catalogue.sidecars]
+    wanted += [name for name in job.remote.files if name.endswith(".json") and "/" not in name]
+    root, _ = fetch(job.remote.repo, job.remote.commit, wanted)
+    fetched = open_checkpoint(root)
+    refuse_changed(catalogue, fetched, job.remote.repo)
+    return replace(job, plan=replace(job.plan, catalogue=fetched))
+
+
 def check_source_unchanged(job: Job) -> None:
     """LockError if an unfinished output was begun from other source files (size, time or header)."""
     path = partial_of(job.plan.output) / ".requant" / "lock.json"
@@ -135,7 +169,7 @@ def check_source_unchanged(job: Job) -> None:
         before: dict[str, Any] = json.loads(path.read_text())["source"]["files"]
     except (ValueError, KeyError, TypeError):
         return  # the journal's plan hash still guards the run
-    now = source_files(job.plan.catalogue)
+    now = _source_record(job)
     changed = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
     if changed:
         raise LockError(
@@ -149,6 +183,7 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
     """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last."""
     if not force:
         check_source_unchanged(job)
+    job = fetch_source(job)
     lock = lock_of(job)
 
     def finish(folder: Path, result: RunResult) -> None:

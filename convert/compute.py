@@ -6,7 +6,7 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from requant.convert.files import copy_range, read_exact, write_all
 from requant.convert.layouts.base import Rows
-from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Plan, Unit
+from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
 from requant.convert.shards import TensorInfo
 from requant.kernels.formats import E8M0_BIAS, E8M0_NAN_BYTE, NVFP4_GROUP
 from requant.kernels.repack import (
@@ -31,7 +31,7 @@ from requant.manifests.errors import SourceError
 if TYPE_CHECKING:
     from requant.kernels.quantize import ScaleChoice
 
-__all__ = ["Opened", "run_unit", "scale_tiles"]
+__all__ = ["Opened", "Places", "run_unit", "scale_tiles"]
 
 TILE_BYTES: Final = 4 * 2**20
 """Bytes of codes (or floats) in flight per worker; the L2 of a server core times a few, and memory stays small."""
@@ -45,7 +45,14 @@ class Opened(Protocol):
     def output(self, shard: int) -> int: ...
 
 
-def run_unit(plan: Plan, unit: Unit, files: Opened) -> dict[str, Any]:
+class Places(Protocol):
+    """Of a plan, what a unit needs: the places of its output tensors, by index."""
+
+    @property
+    def tensors(self) -> Mapping[int, OutTensor] | Sequence[OutTensor]: ...
+
+
+def run_unit(plan: Places, unit: Unit, files: Opened) -> dict[str, Any]:
     """Do one unit; what it counted goes into the journal. SourceError on bad source bytes, OSError from the disk."""
     if isinstance(unit, CopyUnit):
         for piece in unit.pieces:
@@ -100,7 +107,7 @@ def _read_rows(rows: Rows, fd: int, first: int, count: int) -> NDArray[np.uint8]
 # --- MXFP4 -> NVFP4 ---------------------------------------------------------------------------------------------------
 
 
-def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+def _repack(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     low, high = _scale_range(unit, files)
     m = window_exponent(low, high)
     if m is not None:
@@ -123,7 +130,7 @@ def _repack(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     }
 
 
-def _write_global(plan: Plan, member: Member, scalar: np.float32, files: Opened) -> None:
+def _write_global(plan: Places, member: Member, scalar: np.float32, files: Opened) -> None:
     if member.out_global is not None:
         target = plan.tensors[member.out_global]
         if member.reciprocal and scalar < np.finfo(np.float32).tiny:
@@ -172,7 +179,7 @@ def _refuse_nan(member: Member, first: int, tile: NDArray[np.uint8]) -> None:
         )
 
 
-def _repack_in_window(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Counts:
+def _repack_in_window(plan: Places, unit: GroupUnit, files: Opened, m: int) -> Counts:
     """Step 1: codes copied as bytes, each scale byte becomes two by arithmetic."""
     blocks = 0
     for member in unit.members:
@@ -190,7 +197,7 @@ def _repack_in_window(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Cou
     return Counts(exact=blocks)
 
 
-def _transpose(plan: Plan, member: Member, files: Opened, m: int) -> None:
+def _transpose(plan: Places, member: Member, files: Opened, m: int) -> None:
     """Stacked experts, planes written [K/.., N]: one expert at a time, codes and scales alike."""
     codes, scales = member.codes, _planes(member)
     out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
@@ -242,7 +249,7 @@ def _choose(unit: GroupUnit, files: Opened) -> Choice:
     return choose_exponent(hist, lossy_cost)
 
 
-def _repack_by_halves(plan: Plan, unit: GroupUnit, files: Opened, m: int) -> Counts:
+def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> Counts:
     """Step 2's second pass: every 16-half as it is, exactly shifted, or re-encoded."""
     from requant.kernels import repack_jit
 
@@ -278,7 +285,7 @@ def _float_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[A
         yield first, np.ascontiguousarray(raw).view(dtype)
 
 
-def _quantize(plan: Plan, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+def _quantize(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     """A fused group of plain weights: for NVFP4 first the amax that they share, then codes and block scales."""
     from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
 

@@ -1,4 +1,4 @@
-"""Run a plan: preallocated shards, a pool of threads, a journal, and final names only for finished things.
+"""Run a plan: preallocated shards, an engine that does the units, a journal, final names only for finished things.
 
     <output>.partial/               everything until the end
         model-00001-of-...          a finished shard: synced, then renamed
@@ -8,8 +8,8 @@
         .requant/owner.json         who is writing (held by flock)
     <output>/                       one rename, when all is there
 
-Threads suffice: reads, writes, copies and kernels release the GIL. Units are started in the order of the source, so
-both disks are read and written forward. Any number of workers and any interruption give the same bytes.
+Units are started in the order of the source, so both disks are read and written forward. Any engine (engine.py), any
+number of workers and any interruption give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from requant.convert.compute import run_unit
-from requant.convert.files import Files, preallocate, write_all
+from requant.convert.engine import PART_SUFFIX, Done, Engine, LocalEngine, ShardFiles, Task
+from requant.convert.files import preallocate, write_all
 from requant.convert.journal import Journal
 from requant.convert.placement import header_of
 from requant.convert.plan import CopyUnit, GroupUnit, Plan, Unit, refuse_overlap
+from requant.convert.runrecord import run_record
 from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
 
 __all__ = ["PARTIAL_SUFFIX", "RECORDS", "Progress", "RunResult", "default_workers", "execute", "partial_of"]
 
 PARTIAL_SUFFIX: Final = ".partial"
-PART_SUFFIX: Final = ".part"
 RECORDS: Final = ".requant"
 MAX_AUTO_WORKERS: Final = 16
 """More threads than this only queue at the disk."""
@@ -49,11 +49,15 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run did. counts: journal records of all units by index. resumed: units that an earlier run had done."""
+    """What a run did. counts: journal records of all units by index. resumed: units that an earlier run had done.
+
+    record: how fast it was, and where (runrecord.py).
+    """
 
     output: Path
     counts: dict[int, dict[str, Any]]
     resumed: int
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def default_workers() -> int:
@@ -71,16 +75,18 @@ def execute(
     plan: Plan,
     finish: Callable[[Path, RunResult], None],
     *,
-    workers: int,
+    workers: int | None = None,
+    engine: Engine | None = None,
     force: bool = False,
     progress: Progress = lambda _: None,
     lock: dict[str, Any] | None = None,
 ) -> RunResult:
-    """Write the output. finish(folder, result) adds metadata before the final rename.
+    """Write the output by `engine`, or threads of this process. finish(folder, result) adds metadata before the rename.
 
     LockError: a finished output is in the way, another run holds it, or the plan changed. EnvironmentFault: the folder
     or the disk. IncompleteError: stopped half way, resumable. SourceError: the source's bytes are bad.
     """
+    engine = engine or LocalEngine(workers or default_workers())
     output, partial = plan.output, partial_of(plan.output)
     for folder in (output, partial):
         refuse_overlap(plan.catalogue.root, folder)
@@ -100,8 +106,10 @@ def execute(
                 run = _Run(plan, partial, journal, progress)
                 resumed = len(journal.done)
                 run.prepare()
-                run.work(workers)
-                result = RunResult(output, dict(journal.done), resumed)
+                begin = time.monotonic()
+                run.work(engine)
+                record = run_record(engine.name, run.tasks, time.monotonic() - begin)
+                result = RunResult(output, dict(journal.done), resumed, record)
             _refuse_changed_source(plan, journal_path)
             finish(partial, result)
             _publish(partial, output, force)
@@ -271,10 +279,9 @@ class _Run:
         self.partial = partial
         self.journal = journal
         self._progress = progress
-        self._sources = Files(plan.catalogue.root, os.O_RDONLY)
-        self._outputs = Files(partial, os.O_RDWR)
+        self.tasks: list[Task] = []
+        self._files = ShardFiles(plan.catalogue.root, partial, dict(enumerate(s.file for s in plan.shards)))
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._touched = [self._shards_of(unit) for unit in plan.units]
         self._left = [0] * len(plan.shards)
         self._sealed: set[int] = set()
@@ -288,19 +295,6 @@ class _Run:
             outs = (member.out_codes, member.out_scales, member.out_global)
             shards.update(tensors[out].shard for out in outs if out is not None)
         return tuple(shards)
-
-    def source(self, file: str) -> int:
-        """Descriptor of a source shard."""
-        return self._sources(file)
-
-    def output(self, shard: int) -> int:
-        """Descriptor of an output shard in progress.
-
-        A unit that spans a sealed and an open shard and has to be done again writes the sealed one's bytes once more:
-        they are the same bytes.
-        """
-        file = self.plan.shards[shard].file
-        return self._outputs(file if shard in self._sealed else file + PART_SUFFIX)
 
     def prepare(self) -> None:
         """Preallocate what is missing; count what each shard still waits for."""
@@ -336,7 +330,7 @@ class _Run:
                     preallocate(fd, shard.size)
                 finally:
                     os.close(fd)
-            write_all(self.output(number), header_of(shard, self.plan.tensors), 0)
+            write_all(self._files.output(number), header_of(shard, self.plan.tensors), 0)
 
     def _missing_bytes(self) -> int:
         catalogue = self.plan.catalogue
@@ -356,21 +350,17 @@ class _Run:
                 for other in shards:
                     self._left[other] += 1
 
-    def work(self, workers: int) -> None:
+    def work(self, engine: Engine) -> None:
         """All units that are not done, in order; then every shard has its final name."""
         todo = [i for i in range(len(self.plan.units)) if self._is_open(i)]
         self._progress(sum(self.plan.units[i].nbytes for i in range(len(self.plan.units)) if not self._is_open(i)))
-        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="requant")
         try:
-            self._drive(pool, todo, workers)
+            engine.drive(self.plan, self._files, todo, self._done)
             for number, left in enumerate(self._left):
                 if left == 0:
                     self._seal(number)
         finally:
-            self._stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            self._sources.close()
-            self._outputs.close()
+            self._files.close()
 
     def _is_open(self, unit: int) -> bool:
         """Not done. A copy into sealed shards needs no record; a group does: its counts are part of the result."""
@@ -378,37 +368,19 @@ class _Run:
             return False
         return isinstance(self.plan.units[unit], GroupUnit) or any(self._left[n] for n in self._touched[unit])
 
-    def _drive(self, pool: ThreadPoolExecutor, todo: list[int], workers: int) -> None:
-        """Keep the pool fed a little ahead, so that an error or Ctrl-C stops within a unit."""
-        pending: set[Future[None]] = set()
-        queue = iter(todo)
-        exhausted = False
-        while True:
-            while not exhausted and len(pending) < 2 * workers + 2:
-                index = next(queue, None)
-                if index is None:
-                    exhausted = True
-                else:
-                    pending.add(pool.submit(self._one, index))
-            if not pending:
-                return
-            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
-                future.result()
-
-    def _one(self, index: int) -> None:
-        if self._stop.is_set():
-            return
-        unit = self.plan.units[index]
-        counts = run_unit(self.plan, unit, self)
-        self.journal.unit(index, counts)
+    def _done(self, done: Done) -> None:
+        """Enter what an engine has written; a shard that waits for nothing more is sealed."""
+        for index, counts in done.units:
+            self.journal.unit(index, counts, synced=done.synced)
         sealed: list[int] = []
         with self._lock:
-            self._progress(unit.nbytes)
-            for shard in self._touched[index]:
-                self._left[shard] -= 1
-                if self._left[shard] == 0:
-                    sealed.append(shard)
+            self.tasks.append(done.task)
+            self._progress(done.task.nbytes)
+            for index, _ in done.units:
+                for shard in self._touched[index]:
+                    self._left[shard] -= 1
+                    if self._left[shard] == 0:
+                        sealed.append(shard)
         for shard in sealed:
             self._seal(shard)
 
@@ -419,9 +391,9 @@ class _Run:
         with self._lock:
             if shard in self._sealed or not part.exists():
                 return
-            fd = self.output(shard)
+            fd = self._files.output(shard)
             self._sealed.add(shard)
         self.journal.sync()
         os.fsync(fd)
-        self._outputs.close(file + PART_SUFFIX)
+        self._files.close_output(shard)
         part.rename(self.partial / file)

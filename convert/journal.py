@@ -4,8 +4,9 @@ One JSON line per finished unit, appended with a single write. The first line bi
 (other manifest, other source, other version) is refused. A line cut off by the kill is ignored.
 
 A process that dies leaves what it wrote in the page cache, so its journal can be believed. A machine that dies does
-not: the first line therefore also names the boot, and after a reboot only shards that bear their final name count
-(they, and the journal up to then, were synced before they got it).
+not: the first line therefore also names the boot, and after a reboot (or on another machine) only shards that bear
+their final name count (they, and the journal up to then, were synced before they got it), and units whose worker synced
+them before it said that they were done, as those of a cluster do.
 """
 
 from __future__ import annotations
@@ -89,17 +90,17 @@ class Journal:
         return True
 
     def _doubt(self) -> None:
-        self.unsure |= self.done
-        self.done.clear()
+        self.unsure |= {index: record for index, record in self.done.items() if not record.get("synced")}
+        self.done = {index: record for index, record in self.done.items() if record.get("synced")}
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         with self._lock:
             os.write(self._fd, line)
 
-    def unit(self, index: int, counts: dict[str, Any]) -> None:
-        """Record that unit `index` is written, with what it counted."""
-        record = {"unit": index, **counts}
+    def unit(self, index: int, counts: dict[str, Any], *, synced: bool = False) -> None:
+        """Record that unit `index` is written, with what it counted. synced: its bytes outlive the machine."""
+        record = {"unit": index, **counts, **({"synced": True} if synced else {})}
         self.done[index] = record
         self._append(record)
 

@@ -22,6 +22,7 @@ from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
 from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, local_manifest, public_manifest
 from requant.convert.remote import Remote, refuse_changed, remote_catalogue, resolve, snapshot_folder
+from requant.convert.runrecord import RECORD_FILE
 from requant.manifests.errors import EnvironmentFault, LockError, UsageError
 from requant.manifests.load import LoadedManifest, load_manifest
 from requant.manifests.schema import Manifest
@@ -194,6 +195,7 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
         (folder / MANIFEST_FILE).write_text(public_manifest(job.manifest))
         (folder / LOCAL_FOLDER).mkdir(mode=0o700, exist_ok=True)
         (folder / LOCAL_MANIFEST).write_text(local_manifest(job.manifest))
+        (folder / RECORD_FILE).write_text(json.dumps(result.record, indent=1) + "\n")
         lock["groups"] = summarize(job.plan, result)
         shards = [shard.file for shard in job.plan.shards]
         lock["outputs"] = sorted({*shards, *metadata, *job.plan.catalogue.sidecars, MANIFEST_FILE, LOCK_FILE})
@@ -237,7 +239,7 @@ def summarize(plan: Plan, result: RunResult) -> dict[str, Any]:
         for key in ("exact", "shifted", "lossy", "below_marlin"):
             totals[key] += counts.get(key, 0)
         if counts.get("lossy") or counts.get("shifted") or counts.get("below_marlin"):
-            notable.append({key: value for key, value in counts.items() if key != "unit"})
+            notable.append({key: value for key, value in counts.items() if key not in ("unit", "synced")})
     return {**totals, "notable": notable[:1000], "notable_total": len(notable)}
 
 

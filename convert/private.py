@@ -5,6 +5,7 @@ lock names the source folder or the repository and its commit. What `requant val
 find again lies in `.requant-local/` inside the output, which is neither judged nor uploaded:
 
     .requant-local/manifest.yaml   the resolved manifest with its paths, made absolute
+    .requant-local/run.json        how fast the run was, on which nodes (runrecord.py)
     .requant-local/publish.json    which pull request or branch an upload went into
 """
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from requant.convert.execute import RunResult, default_workers
 from requant.convert.pipeline import summarize
 from requant.convert.plan import CopyUnit, Plan
+from requant.convert.runrecord import run_text
 from requant.convert.scan import GroupForecast
 
 __all__ = [
@@ -207,7 +208,8 @@ def forecast_text(forecasts: Sequence[GroupForecast], limit: int = 20) -> str:
 
 def result_json(plan: Plan, result: RunResult) -> dict[str, Any]:
     """What a run did."""
-    return {"output": str(result.output), "resumed_units": result.resumed, **summarize(plan, result)}
+    summary = summarize(plan, result)
+    return {"output": str(result.output), "resumed_units": result.resumed, **summary, "run": result.record}
 
 
 def result_text(plan: Plan, result: RunResult) -> str:
@@ -224,5 +226,7 @@ def result_text(plan: Plan, result: RunResult) -> str:
         lines.append(f"  weights quantized: {facts['weights_quantized']:,}")
     if result.resumed:
         lines.append(f"  {result.resumed} units had been done by an earlier run")
+    if result.record.get("nodes"):
+        lines.append(run_text(result.record))
     lines.append(f"  next: requant validate {result.output}")
     return "\n".join(lines)

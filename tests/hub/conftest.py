@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,17 +41,19 @@ def hub_module():
 def client(tmp_path, monkeypatch):
     """huggingface_hub with a cache of its own, no Xet, and waits between retries cut short."""
     import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http, disable_progress_bars
+    from requant.convert import publish
 
     disable_progress_bars()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    slept = []
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=slept.append))
-    huggingface_hub.slept = slept
+    huggingface_hub.slept = []
+    impatient = SimpleNamespace(**{**vars(time), "sleep": huggingface_hub.slept.append})
+    for module in (_http, file_download, publish):
+        monkeypatch.setattr(module, "time", impatient)
     yield huggingface_hub
     _http.close_session()
 

@@ -73,11 +73,11 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Store `value` at the shared address `address` of the cluster's block 0.
-__device__ __forceinline__ void store_to_leader(uint32_t address, float value) {
+// Store `value` at the shared address `address` of block `rank` of the cluster.
+__device__ __forceinline__ void store_to_block(uint32_t address, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
   uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote) : "r"(address));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
 #endif
 }

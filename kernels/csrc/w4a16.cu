@@ -12,7 +12,6 @@ namespace {
 
 constexpr int kMaxShared = 227 * 1024;
 constexpr int kWarp = 32;
-constexpr int kMaxCluster = 8;  // portable
 
 // ---- routing -------------------------------------------------------------------------------------------------------
 // One block sorts slots by expert, stably, so the result never depends on timing. Layout of `routing` (ints):
@@ -140,11 +139,13 @@ constexpr Variant variant() {
       variant<FORMAT, ALIGNMENT, 32, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 64, 1, DEPTH, 512, 1>()
 
 constexpr Variant kVariants[] = {
-    WIDTHS(Format::kNvfp4, Alignment::kScale8, 4),
-    WIDTHS(Format::kNvfp4, Alignment::kScale4, 4),
+    WIDTHS(Format::kNvfp4, Alignment::kScale16, 3),
+    WIDTHS(Format::kNvfp4, Alignment::kScale8, 3),
+    WIDTHS(Format::kNvfp4, Alignment::kScale4, 3),
     WIDTHS(Format::kNvfp4, Alignment::kGeneral, 3),
-    WIDTHS(Format::kMxfp4, Alignment::kScale8, 4),
-    WIDTHS(Format::kMxfp4, Alignment::kScale4, 4),
+    WIDTHS(Format::kMxfp4, Alignment::kScale16, 3),
+    WIDTHS(Format::kMxfp4, Alignment::kScale8, 3),
+    WIDTHS(Format::kMxfp4, Alignment::kScale4, 3),
     WIDTHS(Format::kMxfp4, Alignment::kGeneral, 3),
 #ifdef REQUANT_SWEEP  // candidates of a tuning run
 #include "w4a16_sweep.inc"
@@ -181,8 +182,8 @@ int requant_w4a16_tiles(int slots, int experts) {
   return slots < by_count ? slots : by_count;
 }
 
-// 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster whose blocks would have
-// to do more than one unit, -5 a block of one warp; else a cudaError_t.
+// 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
+// or one whose blocks would have to do more than one unit, -5 a block of one warp; else a cudaError_t.
 int requant_w4a16(const RequantCall* call, void* stream) {
   const Variant* chosen = nullptr;
   for (int i = 0; i < kVariantCount; ++i) {
@@ -198,7 +199,8 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   const bool grouped = chosen->tokens == 0;
   const int warps = call->column_warps * call->row_warps, width = grouped ? kGroupedTileTokens : chosen->tokens;
   if (warps < 2) return -5;
-  if (warps * kWarp > chosen->threads || call->cluster > kMaxCluster) return -3;
+  if (warps * kWarp > chosen->threads) return -3;
+  if (call->cluster != 1 && call->cluster != 2 && call->cluster != 4 && call->cluster != 8) return -4;
   const int rows_per_block = call->row_warps * call->row_tiles * kTileRows;
   if (call->cluster > 1 && (grouped || call->blocks * rows_per_block < call->rows)) return -4;
   const int stages = (call->k + kStageK - 1) / kStageK, share = (stages + call->cluster - 1) / call->cluster;
@@ -229,6 +231,7 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   p.column_warps = call->column_warps;
   p.row_warps = call->row_warps;
   p.cluster = call->cluster;
+  p.cluster_shift = call->cluster == 8 ? 3 : call->cluster / 2;
   p.stages_each = stages / call->cluster;
   p.stages_left = stages % call->cluster;
   p.columns_each = p.stages_each / call->column_warps;
@@ -244,11 +247,12 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   p.x_offset = align_up(warps * chosen->depth * chosen->slot_bytes, 128);
   const bool share_space = !grouped && x_stages == most && width >= 16;
   p.sums_offset = share_space ? p.x_offset : p.x_offset + x_space;
-  p.restore_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
+  p.largest_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
   p.early_start = call->early_start;
-  p.zeros_offset = align_up(p.restore_offset + call->column_warps * width * 4, 16);
-  p.remote_offset = p.zeros_offset + 1024;
-  const int shared = p.remote_offset + (call->cluster - 1) * sums_one;
+  p.zeros_offset = align_up(p.largest_offset + 2 * call->column_warps * kMaxWidth * 4, 16);
+  const int shared = p.zeros_offset + 1024;
+  const int remote = (width + call->cluster - 1) / call->cluster * call->cluster * totals_pitch(rows_per_block) * 4;
+  if (call->cluster > 1 && remote > p.x_offset) return -2;  // it lies over the ring
   if (shared > kMaxShared) return -2;
 
   cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),

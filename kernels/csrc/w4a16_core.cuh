@@ -15,7 +15,7 @@
 //     on into its next unit while the current one is being reduced.
 //
 // K is a free permutation inside a dot product. A lane's fragment is whatever k it likes as long as x agrees, so lane
-// p = lane % 4 takes k = 64p .. 64p+63 of a stage (16-byte reads, its block scales are neighbours), and x is stored to
+// p = lane % 4 takes k = 64p .. 64p+63 of a line (16-byte reads, its block scales are neighbours), and x is stored to
 // match. Inside a 128-byte line the 16-byte chunk c of row r lies at c ^ (r & 7): no read has a bank conflict.
 //
 // x is BF16 with a wide range, and the MMA is F16: per (column warp, chunk of K, token) x is scaled by a power of two that
@@ -35,11 +35,15 @@
 
 namespace requant {
 
-constexpr int kStageK = 256;                     // k per stage
-constexpr int kLine = kStageK / 2;               // bytes of codes per row and stage: one full memory line
+constexpr int kLine = 128;                       // bytes of codes in one full memory line
+constexpr int kLineK = 2 * kLine;                // k that one line holds
+constexpr int kStageLines = 1;                   // lines per row and stage (2 measured no faster, and K = 2880 wastes more)
+constexpr int kStageK = kStageLines * kLineK;    // k per stage
 constexpr int kTileRows = 16;                    // rows of an MMA tile
 constexpr int kPiece = 16;                       // bytes of x (8 tokens' worth of k) that move together
+constexpr int kLineXBytes = kLineK * 2;          // bytes of x per token and line
 constexpr int kStageXBytes = kStageK * 2;        // bytes of x per token and stage
+constexpr int kMaxWidth = 64;                    // tokens of the widest kernel
 constexpr int kGroupedTileTokens = 16;           // tokens of one expert that share a pass over its weights
 constexpr uint32_t kHalfTargetExponent = 127 + 14;  // biased exponent given to the largest x of a chunk
 
@@ -48,7 +52,8 @@ enum class ScaleMode { kGroupColumns, kScaleFirst, kScaleAfter };
 
 // How rows of block scales are aligned in memory, i.e. what K allows.
 enum class Alignment {
-  kScale8,   // block scale rows are multiples of 8 bytes
+  kScale16,  // block scale rows are multiples of 16 bytes
+  kScale8,   // ... of 8 bytes
   kScale4,   // ... of 4 bytes
   kGeneral,  // any K that is a multiple of 16: scale rows start at any byte, code rows at multiples of 8
 };
@@ -71,13 +76,14 @@ struct Params {
   const uint8_t* scales_end;   // end of block_scales
   // How the work is divided; quotients are taken on the host, a division costs a block a tenth of a microsecond.
   int row_groups;                    // units per weight
-  int column_warps, row_warps, cluster;
+  int column_warps, row_warps;
+  int cluster, cluster_shift;        // blocks that split K, a power of two
   int stages_each, stages_left;      // K stages per block of a cluster, and how many blocks take one more
   int columns_each, columns_left;    // stages_each over the column warps, likewise
   int x_stages[3];                   // stages of x per column warp that fit; dense: [0]; grouped: for 2, 8, 16 tokens
   int x_offset, x_bytes;             // x in shared memory; grouped: two buffers of x_bytes
-  int sums_offset, restore_offset;   // bytes from the start of shared memory
-  int remote_offset, zeros_offset;   // sums of the cluster's other blocks; a kilobyte of zeros
+  int sums_offset, largest_offset;   // bytes from the start of shared memory
+  int zeros_offset;                  // a kilobyte of zeros
   int early_start;                   // weights may be fetched before the previous kernel has finished
 };
 
@@ -100,7 +106,8 @@ struct Ring {
   static constexpr int kRows = kTileRows * ROW_TILES;
   static constexpr int kScalePitch =
       FormatTraits<FORMAT>::kStageScales + (ALIGNMENT == Alignment::kGeneral ? 4 : 0);
-  static constexpr int kSlotBytes = (kRows * (kLine + kScalePitch) + 127) / 128 * 128;  // the swizzle counts on 128
+  static constexpr int kCodes = kRows * kLine * kStageLines;  // [line][row][128]
+  static constexpr int kSlotBytes = (kCodes + kRows * kScalePitch + 127) / 128 * 128;  // the swizzle counts on 128
   static constexpr int kBytes = DEPTH * kSlotBytes;
 };
 
@@ -168,7 +175,9 @@ template <Format FORMAT, int ROW_TILES, int DEPTH, Alignment ALIGNMENT, bool GRO
 class WeightStream {
   using Layout = Ring<FORMAT, ROW_TILES, DEPTH, ALIGNMENT>;
   using Traits = FormatTraits<FORMAT>;
-  static constexpr int kScaleVector = ALIGNMENT == Alignment::kScale8 ? 8 : 4;      // bytes per copy of scales
+  static constexpr int kAligned = ALIGNMENT == Alignment::kScale16 ? 16 : ALIGNMENT == Alignment::kScale8 ? 8 : 4;
+  static constexpr int kScaleVector =  // bytes per copy of scales
+      kAligned < Traits::kStageScales ? kAligned : Traits::kStageScales;
   static constexpr int kScaleCopies = Traits::kStageScales / kScaleVector;         // per row
   static constexpr int kScaleRows = 32 / kScaleCopies;                             // rows per warp-wide copy
 
@@ -185,7 +194,7 @@ class WeightStream {
     if (more_) {
       copy_codes(p);
       copy_scales(p);
-      codes_ += p.column_warps * kLine;
+      codes_ += p.column_warps * kLine * kStageLines;
       scales_ += p.column_warps * Traits::kStageScales;
       k_left_ -= p.column_warps * kStageK;
       if (--left_ == 0) {
@@ -207,7 +216,7 @@ class WeightStream {
     k_left_ = p.k - first_ * kStageK;
     const size_t base = static_cast<size_t>(unit.expert) * p.rows + row;
     const int code_pitch = p.k / 2, scale_pitch = p.k / Traits::kGroup;
-    codes_ = p.codes + base * code_pitch + (lane_ >> 3) * code_pitch + first_ * kLine + (lane_ & 7) * 16;
+    codes_ = p.codes + base * code_pitch + (lane_ >> 3) * code_pitch + first_ * (kLine * kStageLines) + (lane_ & 7) * 16;
     scales_ = p.block_scales + base * scale_pitch + first_ * Traits::kStageScales;
     if (ALIGNMENT != Alignment::kGeneral) {
       scales_ += (lane_ / kScaleCopies) * scale_pitch + lane_ % kScaleCopies * kScaleVector;
@@ -222,13 +231,15 @@ class WeightStream {
     const int chunk = lane_ & 7, row = lane_ >> 3, pitch = p.k / 2;
     const uint32_t to = fill_ + row * kLine;
     if (ALIGNMENT == Alignment::kGeneral && pitch % 16 != 0) {
-      const int left = k_left_ / 2 - chunk * 16;  // bytes of the row from this chunk on
 #pragma unroll 1
-      for (int r = 0; r < Layout::kRows; r += 4) {
-        const uint32_t at = to + r * kLine + ((chunk ^ ((row + r) & 7)) << 4);
+      for (int i = 0; i < Layout::kRows * kStageLines; i += 4) {
+        const int line = i / Layout::kRows, r = i % Layout::kRows;
+        const int left = k_left_ / 2 - line * kLine - chunk * 16;  // bytes of the row from this chunk on
+        const uint32_t at = to + i * kLine + ((chunk ^ ((row + r) & 7)) << 4);
+        const uint8_t* from = codes_ + r * pitch + line * kLine;
         const bool inside = row + r < rows_left_;
-        copy_async<8>(at, inside && left > 0 ? codes_ + r * pitch : p.codes, inside && left > 0 ? 8 : 0);
-        copy_async<8>(at + 8, inside && left > 8 ? codes_ + r * pitch + 8 : p.codes, inside && left > 8 ? 8 : 0);
+        copy_async<8>(at, inside && left > 0 ? from : p.codes, inside && left > 0 ? 8 : 0);
+        copy_async<8>(at + 8, inside && left > 8 ? from + 8 : p.codes, inside && left > 8 ? 8 : 0);
       }
       return;
     }
@@ -237,22 +248,26 @@ class WeightStream {
       const uint8_t* from = codes_;
 #pragma unroll
       for (int r = 0; r < Layout::kRows; r += 4) {
-        copy_async<16>((r & 4 ? odd : even) + r * kLine, from);
+#pragma unroll
+        for (int line = 0; line < kStageLines; ++line) {
+          copy_async<16>((r & 4 ? odd : even) + (line * Layout::kRows + r) * kLine, from + line * kLine);
+        }
         from += 4 * pitch;
       }
     } else {
-      const bool k_inside = k_left_ > chunk * 32;
 #pragma unroll 1
-      for (int r = 0; r < Layout::kRows; r += 4) {
-        const bool inside = row + r < rows_left_ && k_inside;
-        copy_async<16>((r & 4 ? odd : even) + r * kLine, inside ? codes_ + r * pitch : p.codes, inside ? 16 : 0);
+      for (int i = 0; i < Layout::kRows * kStageLines; i += 4) {
+        const int line = i / Layout::kRows, r = i % Layout::kRows;
+        const bool inside = row + r < rows_left_ && k_left_ > line * kLineK + chunk * 32;
+        copy_async<16>((r & 4 ? odd : even) + i * kLine, inside ? codes_ + r * pitch + line * kLine : p.codes,
+                       inside ? 16 : 0);
       }
     }
   }
 
   __device__ __forceinline__ void copy_scales(const Params& p) {
     const int pitch = p.k / Traits::kGroup;
-    const uint32_t to = fill_ + Layout::kRows * kLine;
+    const uint32_t to = fill_ + Layout::kCodes;
     if constexpr (ALIGNMENT == Alignment::kGeneral) {
       // Whole words around the wanted bytes; the reader shifts them into place. Never past the tensor's end.
       constexpr int kWords = Layout::kScalePitch / 4;
@@ -296,7 +311,7 @@ class WeightStream {
 // The x of one chunk of K for one column warp, shared by that column's row warps: copied, then scaled to halves in place.
 //
 // A lane's piece is 8 consecutive k of one token. Lanes are dealt so that both the copy and the MMA's reads are free of
-// bank conflicts; in shared memory a piece lies at [stage][step 0..7][token][p].
+// bank conflicts; in shared memory a piece lies at [line][step 0..7][token][p].
 template <ScaleMode MODE, bool SINGLE>
 struct Activations {
   static constexpr int kHalves = SINGLE ? 1 : 2;  // pieces of a lane per stage and token pair
@@ -305,73 +320,104 @@ struct Activations {
   static constexpr int kHalfK = 4 * kStepK;
 
   int p, token, step;  // of this lane, in the first pair
+  // This warp's items: pairs pair, pair + pair_step, ... and of each the stages stage, stage + stage_step, ...
+  int pairs, pair, pair_step, stage, stage_step;
 
-  __device__ __forceinline__ explicit Activations(int lane)
-      : p(lane & 3), token(SINGLE ? 0 : (lane >> 2) & 1), step(SINGLE ? lane >> 2 : lane >> 3) {}
+  __device__ __forceinline__ Activations(const Params& params, int width, int lane, int row_warp)
+      : p(lane & 3), token(SINGLE ? 0 : (lane >> 2) & 1), step(SINGLE ? lane >> 2 : lane >> 3), pairs((width + 1) / 2) {
+    if (pairs >= params.row_warps) {
+      pair = row_warp;
+      pair_step = params.row_warps;
+      stage = 0;
+      stage_step = 1;
+    } else {  // several warps to a pair; `pairs` is a power of two
+      const int shift = __ffs(pairs) - 1;
+      pair = row_warp & (pairs - 1);
+      pair_step = pairs;
+      stage = row_warp >> shift;
+      stage_step = params.row_warps >> shift;
+      if (stage >= stage_step) stage = 1 << 20;  // one warp too many for an even deal
+    }
+  }
 
-  __device__ __forceinline__ uint32_t offset(int pair, int width) const {
-    return (step * width + 2 * pair + token) * 64 + p * kPiece;
+  __device__ __forceinline__ uint32_t offset(int of_pair, int width) const {
+    return (step * width + 2 * of_pair + token) * 64 + p * kPiece;
   }
 
   template <bool GROUPED>
   __device__ __forceinline__ void copy(const Params& params, const Unit& unit, uint32_t x_shared, int width,
-                                       int first_stage, int stages, int row_warp) const {
+                                       int first_stage, int stages) const {
 #pragma unroll 1
-    for (int pair = row_warp; pair < (width + 1) / 2; pair += params.row_warps) {
-      const int t = 2 * pair + token;
+    for (int u = pair; u < pairs; u += pair_step) {
+      const int t = 2 * u + token;
       const bool present = t < unit.tokens;
       int row = present ? t : 0;
       if (GROUPED && present) row = __ldg(params.x_rows + unit.first_slot + t);
-      int k = first_stage * kStageK + p * kLaneK + step * kStepK;
+      int k = (first_stage + stage * params.column_warps) * kStageK + p * kLaneK + step * kStepK;
       const __nv_bfloat16* from = params.x + static_cast<size_t>(row) * params.k + k;
-      uint32_t to = x_shared + offset(pair, width);
+      uint32_t to = x_shared + offset(u, width) + stage * width * kStageXBytes;
       k = present ? k : params.k;
 #pragma unroll 1
-      for (int s = 0; s < stages; ++s) {
+      for (int s = stage; s < stages; s += stage_step) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          const bool inside = k + half * kHalfK < params.k;
-          copy_async_cached(to + half * 4 * width * 64, inside ? from + half * kHalfK : params.x, inside ? 16 : 0);
+        for (int i = 0; i < kHalves * kStageLines; ++i) {
+          const int line = i / kHalves, half = i % kHalves, ahead = line * kLineK + half * kHalfK;
+          const bool inside = k + ahead < params.k;
+          copy_async_cached(to + (line * 8 + half * 4) * width * 64, inside ? from + ahead : params.x, inside ? 16 : 0);
         }
-        k += params.column_warps * kStageK;
-        from += params.column_warps * kStageK;
-        to += width * kStageXBytes;
+        k += stage_step * params.column_warps * kStageK;
+        from += stage_step * params.column_warps * kStageK;
+        to += stage_step * width * kStageXBytes;
       }
     }
   }
 
-  // bf16 -> half * 2^n in place, each lane on the pieces that it copied; `restore` gets what undoes 2^n and kCodeFactor.
-  __device__ __forceinline__ void convert(const Params& params, uint8_t* x_shared, float* restore, int width, int stages,
-                                          int row_warp, int lane) const {
+  // Raise largest[token] to the largest |x| (as bf16 bits) among this warp's pieces.
+  __device__ __forceinline__ void find_largest(const uint8_t* x_shared, uint32_t* largest, int width, int stages,
+                                               int lane) const {
 #pragma unroll 1
-    for (int pair = row_warp; pair < (width + 1) / 2; pair += params.row_warps) {
-      uint8_t* at = x_shared + offset(pair, width);
-      uint32_t largest = 0;
+    for (int u = pair; u < pairs; u += pair_step) {
+      const uint8_t* at = x_shared + offset(u, width);
+      uint32_t most = 0;
 #pragma unroll 2
-      for (int s = 0; s < stages; ++s) {
+      for (int s = stage; s < stages; s += stage_step) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          const uint4 v = *reinterpret_cast<const uint4*>(at + (s * 8 + half * 4) * width * 64);
+        for (int i = 0; i < kHalves * kStageLines; ++i) {
+          const uint4 v = *reinterpret_cast<const uint4*>(at + (s * kStageLines * 8 + i * (8 / kHalves)) * width * 64);
           const uint32_t a = __vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu);
           const uint32_t b = __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu);
-          largest = __vmaxu2(largest, __vmaxu2(a, b));
+          most = __vmaxu2(most, __vmaxu2(a, b));
         }
       }
-      largest = max(largest & 0xFFFFu, largest >> 16);
-      const uint32_t of_first = __reduce_max_sync(~0u, token ? 0u : largest);
-      const uint32_t of_second = SINGLE ? 0u : __reduce_max_sync(~0u, token ? largest : 0u);
-      const int exponent = static_cast<int>((token ? of_second : of_first) >> 7);
-      // 253: the inverse 2^-126 must still be a normal float.
-      const int shift = max(min(127 + static_cast<int>(kHalfTargetExponent) - exponent, 253), 1);
-      const float factor = __uint_as_float(static_cast<uint32_t>(shift) << 23);
-      if (lane == 0 || (!SINGLE && lane == 4)) {
-        restore[2 * pair + token] = __uint_as_float(static_cast<uint32_t>(254 - shift) << 23) * kCodeFactor;
-      }
+      most = max(most & 0xFFFFu, most >> 16);
+      const uint32_t of_first = __reduce_max_sync(~0u, token ? 0u : most);
+      const uint32_t of_second = SINGLE ? 0u : __reduce_max_sync(~0u, token ? most : 0u);
+      if (lane == 0 || (!SINGLE && lane == 4)) atomicMax(largest + 2 * u + token, token ? of_second : of_first);
+    }
+  }
+
+  // The power of two (as a biased exponent) that brings a token's largest |x| to [2^14, 2^15).
+  __device__ static __forceinline__ int shift_for(uint32_t largest) {
+    // 253: the inverse 2^-126 must still be a normal float.
+    return max(min(127 + static_cast<int>(kHalfTargetExponent) - static_cast<int>(largest >> 7), 253), 1);
+  }
+
+  // What undoes that power of two and kCodeFactor.
+  __device__ static __forceinline__ float restore(uint32_t largest) {
+    return __uint_as_float(static_cast<uint32_t>(254 - shift_for(largest)) << 23) * kCodeFactor;
+  }
+
+  // bf16 -> half * 2^n in place, each lane on the pieces that it copied.
+  __device__ __forceinline__ void convert(uint8_t* x_shared, const uint32_t* largest, int width, int stages) const {
+#pragma unroll 1
+    for (int u = pair; u < pairs; u += pair_step) {
+      uint8_t* at = x_shared + offset(u, width);
+      const float factor = __uint_as_float(static_cast<uint32_t>(shift_for(largest[2 * u + token])) << 23);
 #pragma unroll 2
-      for (int s = 0; s < stages; ++s) {
+      for (int s = stage; s < stages; s += stage_step) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          uint4* piece = reinterpret_cast<uint4*>(at + (s * 8 + half * 4) * width * 64);
+        for (int i = 0; i < kHalves * kStageLines; ++i) {
+          uint4* piece = reinterpret_cast<uint4*>(at + (s * kStageLines * 8 + i * (8 / kHalves)) * width * 64);
           *piece = to_halves(*piece, factor);
         }
       }
@@ -399,6 +445,7 @@ struct WarpTile {
   static constexpr int kChains = kColumns * ROW_TILES <= 2 ? 2 : 1;   // independent accumulators hide MMA latency
   static constexpr bool kGroups = kMode == ScaleMode::kGroupColumns;
   static constexpr int kWordsPerGroup = FormatTraits<FORMAT>::kGroup / 8;
+  static constexpr int kUnrollLines = 1;  // unrolling costs registers and instruction cache
 
   float sums[ROW_TILES][kGroups ? 1 : kColumns][kGroups ? 1 : kChains][4];
 
@@ -435,17 +482,22 @@ struct WarpTile {
   // `x` is the lane's XSource at this stage.
   __device__ __forceinline__ void consume(const uint8_t* slot, const uint8_t* x, int lane, int misaligned, int valid) {
     const int g = lane >> 2, p = lane & 3;
-    const uint8_t* codes = slot + g * kLine;
-    const uint8_t* scales = slot + Layout::kRows * kLine + g * Layout::kScalePitch;
-    if constexpr (kMode == ScaleMode::kScaleAfter) {
-      consume_by_group(codes, scales, x, g, p, misaligned, valid);
-    } else {
-      consume_by_lane(codes, scales, x, g, p, misaligned, valid);
+    constexpr int kLineScales = FormatTraits<FORMAT>::kStageScales / kStageLines;
+#pragma unroll kUnrollLines
+    for (int line = 0; line < kStageLines; ++line) {
+      const uint8_t* codes = slot + (line * Layout::kRows + g) * kLine;
+      const uint8_t* scales = slot + Layout::kCodes + g * Layout::kScalePitch + line * kLineScales;
+      if constexpr (kMode == ScaleMode::kScaleAfter) {
+        consume_by_group(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
+      } else {
+        consume_by_lane(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
+      }
+      x += kGroups && g / 2 != p ? 0 : TOKENS * kLineXBytes;
     }
   }
 
  private:
-  // kGroupColumns and kScaleFirst: lane p owns k = 64p .. 64p+63.
+  // kGroupColumns and kScaleFirst: lane p owns k = 64p .. 64p+63 of the line.
   __device__ __forceinline__ void consume_by_lane(const uint8_t* codes, const uint8_t* scales, const uint8_t* x, int g,
                                                   int p, int misaligned, int valid) {
     uint32_t scale[ROW_TILES][2];  // this lane's block scales, rows g and g + 8
@@ -591,7 +643,8 @@ struct WarpTile {
 
  public:
   // Put the sums, true to scale, into totals[token][row]; `add` to what is there for a later chunk of K.
-  __device__ __forceinline__ void flush(float* totals, int pitch, const float* restore, int lane, bool add) {
+  __device__ __forceinline__ void flush(float* totals, int pitch, const uint32_t* largest, int lane, bool add) {
+    using X = Activations<kMode, TOKENS == 1>;
     const int g = lane >> 2, p = lane & 3;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
@@ -603,18 +656,19 @@ struct WarpTile {
           float v = sums[r][0][0][i];
           v += __shfl_xor_sync(~0u, v, 1);
           v += __shfl_xor_sync(~0u, v, 2);
-          if (p == 0) put(totals + token * pitch + row, v * restore[token], add);
+          if (p == 0) put(totals + token * pitch + row, v * X::restore(largest[token]), add);
         }
       } else {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
+          if (TOKENS < 8 && 2 * p >= TOKENS) continue;
+          const float restore[2] = {X::restore(largest[n * 8 + 2 * p]), X::restore(largest[n * 8 + 2 * p + 1])};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int token = n * 8 + 2 * p + i % 2, row = r * 16 + g + i / 2 * 8;
-            if (TOKENS < 8 && token >= TOKENS) continue;
             float v = sums[r][n][0][i];
             if (kMode == ScaleMode::kScaleFirst && kChains == 2) v += sums[r][n][1][i];
-            put(totals + token * pitch + row, v * restore[token], add);
+            put(totals + token * pitch + row, v * restore[i % 2], add);
           }
         }
       }
@@ -629,8 +683,7 @@ struct WarpTile {
 __host__ __device__ constexpr int totals_pitch(int rows_per_block) { return rows_per_block + 4; }
 
 // Sum totals[column][token][row] over column warps, then over the cluster, in that order, and store y.
-// A warp takes its own 16 or 32 rows and every column_warps-th token, so that no index needs a division. Blocks other
-// than the cluster's first hand their sums over and are done.
+// A warp takes its own 16 or 32 rows and every column_warps-th token, so that no index needs a division.
 template <int ROWS_PER_WARP, bool GROUPED>
 __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit, float* totals, float* remote, int width,
                                               int column, int row_warp, int lane) {
@@ -647,37 +700,45 @@ __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit,
     for (int c = 1; c < p.column_warps; ++c) v += at[c * pitch];
     return v;
   };
-  if (p.cluster > 1) {
-    cluster_wait();  // block 0 has started: its shared memory is there
-    if (blockIdx.x != 0) {
-      const uint32_t to = shared_address(remote + (blockIdx.x - 1) * pitch);
-#pragma unroll 2
-      for (int t = token0; t < unit.tokens; t += step) {
-        store_to_leader(to + (t * row_pitch + local_row) * 4, column_sum(t));
-      }
-    }
-    cluster_arrive();
-    if (blockIdx.x != 0) return;
-    cluster_wait();
-  }
   float scale = p.global_scale;
   if (p.global_scales != nullptr) scale *= __ldg(p.global_scales + unit.expert);
   if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
-#pragma unroll 2
-  for (int t = token0; t < unit.tokens; t += step) {
-    float v = column_sum(t);
-#pragma unroll 4
-    for (int rank = 1; rank < p.cluster; ++rank) v += remote[(rank - 1) * pitch + t * row_pitch + local_row];
+  const auto store = [&](int token, float v) {
+    if (row >= p.rows) return;
     v *= scale;
-    const int slot = GROUPED ? __ldg(p.slots + unit.first_slot + t) : t;
+    const int slot = GROUPED ? __ldg(p.slots + unit.first_slot + token) : token;
     if (GROUPED && p.slot_weights != nullptr) v *= __ldg(p.slot_weights + slot);
     const size_t at = static_cast<size_t>(slot) * p.rows + row;
-    if (row >= p.rows) continue;
     if (p.output_is_float) {
       static_cast<float*>(p.y)[at] = v;
     } else {
       static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16(v);
     }
+  };
+  if (p.cluster == 1) {
+#pragma unroll 2
+    for (int t = token0; t < unit.tokens; t += step) store(t, column_sum(t));
+    return;
+  }
+  // Block t % cluster finishes token t. Everyone's sums for it go to remote[from block][t / cluster][row], which lies
+  // over the ring: the first barrier says that all rings have drained.
+  const int each = (width + p.cluster - 1) >> p.cluster_shift;
+  cluster_arrive();
+  cluster_wait();
+  const uint32_t mine = shared_address(remote + blockIdx.x * each * row_pitch + local_row);
+#pragma unroll 4
+  for (int t = token0; t < unit.tokens; t += step) {
+    store_to_block(mine + (t >> p.cluster_shift) * row_pitch * 4, t & (p.cluster - 1), column_sum(t));
+  }
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll 2
+  for (int t = token0 * p.cluster + blockIdx.x; t < unit.tokens; t += step * p.cluster) {
+    const float* at = remote + (t >> p.cluster_shift) * row_pitch + local_row;
+    float v = at[0];
+#pragma unroll 8
+    for (int rank = 1; rank < p.cluster; ++rank) v += at[rank * each * row_pitch];
+    store(t, v);
   }
 }
 
@@ -689,17 +750,19 @@ struct Place {
 // One unit, for up to TOKENS tokens. Every thread of the block takes part.
 template <Format FORMAT, int TOKENS, int ROW_TILES, int DEPTH, Alignment ALIGNMENT, bool GROUPED, class Stream>
 __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, const Unit* next, Stream& stream,
-                                         uint8_t* shared, uint32_t& drain, const Share& share, const Place& at,
+                                         uint8_t* shared, uint32_t& drain, int& turn, const Share& share, const Place& at,
                                          int x_buffer, bool first, int next_width) {
   using Layout = Ring<FORMAT, ROW_TILES, DEPTH, ALIGNMENT>;
   using X = Activations<scale_mode<FORMAT, TOKENS>(), TOKENS == 1>;
   const int rows_per_block = p.row_warps * Layout::kRows;
   const int x_stages = p.x_stages[!GROUPED || TOKENS == 2 ? 0 : TOKENS == 8 ? 1 : 2];
   uint8_t* x = shared + p.x_offset + x_buffer * p.x_bytes + at.column * x_stages * TOKENS * kStageXBytes;
-  float* restore = reinterpret_cast<float*>(shared + p.restore_offset) + at.column * TOKENS;
+  // Largest |x| of each token, in this chunk of this column; two sets take turns, the idle one is cleared.
+  const int set = p.column_warps * kMaxWidth;
+  uint32_t* largest = reinterpret_cast<uint32_t*>(shared + p.largest_offset) + at.column * TOKENS;
   float* totals = reinterpret_cast<float*>(shared + p.sums_offset);
   const int row_pitch = totals_pitch(rows_per_block);
-  const X activations(at.lane);
+  const X activations(p, TOKENS, at.lane, at.row_warp);
 
   // Where this lane's rows of block scales start inside a word (general alignment).
   const int scale_pitch = p.k / FormatTraits<FORMAT>::kGroup;
@@ -721,8 +784,8 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
       }
     }
     if (!GROUPED || first || begin > 0) {  // else the unit before has sent for it
-      activations.template copy<GROUPED>(p, unit, shared_address(x), TOKENS, share.first + begin * p.column_warps, stages,
-                                         at.row_warp);
+      activations.template copy<GROUPED>(p, unit, shared_address(x), TOKENS, share.first + begin * p.column_warps,
+                                         stages);
       copy_commit();
     }
     if (fill_ring && !p.early_start) {
@@ -734,22 +797,30 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
     } else {
       copy_wait<0>();
     }
-    activations.convert(p, x, restore, TOKENS, stages, at.row_warp, at.lane);
-    __syncthreads();  // x and the zeros are whole, and the last unit's sums have been read
+    uint32_t* const now = largest + (turn & 1) * set;
+    activations.find_largest(x, now, TOKENS, stages, at.lane);
+    __syncthreads();  // also: the last unit's sums have been read, the zeros are whole
+    if (at.warp == 0) {
+      uint32_t* idle = reinterpret_cast<uint32_t*>(shared + p.largest_offset) + ((turn & 1) ^ 1) * set;
+      for (int i = at.lane; i < p.column_warps * (GROUPED ? kGroupedTileTokens : TOKENS); i += 32) idle[i] = 0;
+    }
+    ++turn;
+    activations.convert(x, now, TOKENS, stages);
+    __syncthreads();  // x is whole
     using Tile = WarpTile<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT>;
     Tile tile;
     tile.clear();
     typename Tile::XSource source = Tile::x_source(x, shared + p.zeros_offset, at.lane);
     if (next != nullptr && begin == 0) {  // joins the first stage's commit group
-      const Activations<scale_mode<FORMAT, 8>(), false> after(at.lane);
-      const Activations<ScaleMode::kGroupColumns, false> few(at.lane);
+      const Activations<scale_mode<FORMAT, 8>(), false> many(p, next_width, at.lane, at.row_warp);
+      const Activations<ScaleMode::kGroupColumns, false> few(p, next_width, at.lane, at.row_warp);
       const int stages_fit = p.x_stages[next_width == 2 ? 0 : next_width == 8 ? 1 : 2];
       const uint32_t to = shared_address(shared) + p.x_offset + (x_buffer ^ 1) * p.x_bytes +
                           at.column * stages_fit * next_width * kStageXBytes;
       if (next_width == 2) {
-        few.template copy<GROUPED>(p, *next, to, next_width, share.first, min(stages_fit, share.mine), at.row_warp);
+        few.template copy<GROUPED>(p, *next, to, next_width, share.first, min(stages_fit, share.mine));
       } else {
-        after.template copy<GROUPED>(p, *next, to, next_width, share.first, min(stages_fit, share.mine), at.row_warp);
+        many.template copy<GROUPED>(p, *next, to, next_width, share.first, min(stages_fit, share.mine));
       }
     }
 #pragma unroll 1
@@ -765,11 +836,15 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
       drain = drain + Layout::kSlotBytes == ring + Layout::kBytes ? ring : drain + Layout::kSlotBytes;
     }
     if (p.sums_offset == p.x_offset) __syncthreads();  // the sums take the place of x
-    tile.flush(totals + at.column * TOKENS * row_pitch + at.row_warp * Layout::kRows, row_pitch, restore, at.lane,
+    tile.flush(totals + at.column * TOKENS * row_pitch + at.row_warp * Layout::kRows, row_pitch, now, at.lane,
                begin > 0);
   }
-  __syncthreads();
-  store_outputs<Layout::kRows, GROUPED>(p, unit, totals, reinterpret_cast<float*>(shared + p.remote_offset), TOKENS,
+  if (p.column_warps > 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();  // a warp stores what it summed
+  }
+  store_outputs<Layout::kRows, GROUPED>(p, unit, totals, reinterpret_cast<float*>(shared), TOKENS,
                                         at.column, at.row_warp, at.lane);
 }
 
@@ -784,14 +859,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
   at.column = __shfl_sync(~0u, threadIdx.y, 0);
   at.row_warp = __shfl_sync(~0u, threadIdx.z, 0);
   at.warp = at.row_warp * p.column_warps + at.column;
-  if (p.cluster > 1) cluster_arrive();  // its other half is in store_outputs
   if (at.warp < 2) reinterpret_cast<uint4*>(shared + p.zeros_offset)[at.warp * 32 + at.lane] = make_uint4(0, 0, 0, 0);
+  uint32_t* const largest = reinterpret_cast<uint32_t*>(shared + p.largest_offset);
+  for (int i = at.warp * 32 + at.lane; i < 2 * p.column_warps * kMaxWidth; i += blockDim.y * blockDim.z * 32) largest[i] = 0;
+  __syncthreads();  // before anyone raises them
   if (kGrouped) wait_for_previous_kernel();  // the list of tiles is its work
   UnitCursor<kGrouped> cursor(p);
   const Share share = share_of_k(p, at.column);
   WeightStream<FORMAT, ROW_TILES, DEPTH, ALIGNMENT, kGrouped> stream(
       p, cursor, shared_address(shared) + at.warp * Layout::kBytes, share, at.row_warp, at.lane);
   uint32_t drain = at.warp * Layout::kBytes;
+  int turn = 0;
   if constexpr (kGrouped) {
     allow_next_kernel();
     if (!cursor.valid(p)) return;
@@ -805,13 +883,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
       const Unit* ahead = more ? &next : nullptr;
       const int width = width_of(unit), next_width = width_of(next);
       if (width == 2) {
-        run_unit<FORMAT, 2, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, share, at, x_buffer,
+        run_unit<FORMAT, 2, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, turn, share, at, x_buffer,
                                                                first, next_width);
       } else if (width == 8) {
-        run_unit<FORMAT, 8, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, share, at, x_buffer,
+        run_unit<FORMAT, 8, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, turn, share, at, x_buffer,
                                                                first, next_width);
       } else {
-        run_unit<FORMAT, 16, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, share, at,
+        run_unit<FORMAT, 16, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, turn, share, at,
                                                                 x_buffer, first, next_width);
       }
       if (!more) break;
@@ -822,7 +900,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
     for (bool first = true; cursor.valid(p); cursor.advance(p)) {
       const Unit unit = cursor.unit(p);
       // A later unit sends for its own x: dense blocks rarely have one.
-      run_unit<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, false>(p, unit, nullptr, stream, shared, drain, share, at, 0,
+      run_unit<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, false>(p, unit, nullptr, stream, shared, drain, turn, share, at, 0,
                                                                    first, 0);
       first = false;
     }

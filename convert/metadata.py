@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
+from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.reading import PLAIN_DTYPES
 from requant.convert.plan import Plan
 
@@ -88,7 +89,24 @@ def plain_modules(plan: Plan) -> list[str]:
             module = module.rpartition(".")[0] or module
         if module not in converted:
             plain.add(module)
-    return sorted(plain)
+    return sorted(plain | tied_heads(plan.catalogue))
+
+
+def tied_heads(catalogue: Catalogue) -> set[str]:
+    """The output head of a model that ties it to its embedding: a module without a tensor, and a plain one.
+
+    Runtimes build it all the same, and with the target's format unless the exclude list names it.
+    """
+    text: Mapping[str, Any] = catalogue.config.get("text_config") or {}
+    if not catalogue.config.get("tie_word_embeddings", text.get("tie_word_embeddings")):
+        return set()
+    heads: set[str] = set()
+    for name in catalogue.tensors:
+        if name.endswith("embed_tokens.weight"):
+            prefix = name.removesuffix("embed_tokens.weight").removesuffix("model.").removesuffix("model.language_")
+            if f"{prefix}lm_head.weight" not in catalogue.tensors:
+                heads.add(f"{prefix}lm_head")
+    return heads
 
 
 def exclude_modules(plain: Iterable[str], converted: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@
 
 MXFP4 = E2M1 codes, one E8M0 scale per 32 along K. NVFP4 = E2M1 codes, one E4M3 scale per 16 along K, and one FP32
 global scale per tensor (`weight_scale_2`). Two codes share a byte, the low nibble holds the even K index. Scales are
-linear [N, K/group], never swizzled. (OCP Microscaling Formats v1.0, section 5; NVIDIA's NVFP4 as modelopt 0.47 writes it.)
+linear [N, K/group], never swizzled. (OCP Microscaling Formats v1.0, section 5; NVFP4 as modelopt 0.47 writes it.)
 
 E8M0 is decoded by table, never by exp2 or a shift into the exponent: those get byte 255 (infinity instead of NaN) or
 byte 0 (zero instead of 2^-127) wrong.

@@ -21,6 +21,7 @@ from requant.validate.matchers import (
     sglang_matcher,
     vllm_matcher,
 )
+from requant.validate.opened import as_object
 from requant.validate.output_view import OutputView
 
 __all__ = ["check_exclude_lists", "matchers_for"]
@@ -59,6 +60,7 @@ def check_exclude_lists(view: OutputView, found: Collector) -> list[str]:
             found.error("experts-mixed-formats", message, where=prefix.prefix, hint=hint)
             missed.update(dict.fromkeys(left))
             prefixes.remove(prefix)
+    _check_tied_head(view, declared, found)
     for runtime, matcher in matchers_for(declared).items():
         for prefix in prefixes:
             left = [name for name in prefix.modules if name in plain]
@@ -75,6 +77,21 @@ def check_exclude_lists(view: OutputView, found: Collector) -> list[str]:
                 found.error("plain-not-excluded", message, where=prefix.prefix, runtime=runtime, hint=hint)
                 missed.update(dict.fromkeys(left))
     return list(missed)
+
+
+def _check_tied_head(view: OutputView, declared: Declared, found: Collector) -> None:
+    """A head tied to its embedding has no tensor, and is built as FP4 all the same unless the list names it."""
+    config = view.folder.config or {}
+    text = as_object(config.get("text_config")) or {}
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if tied is not True or declared.mixed or any(name.endswith("lm_head.weight") for name in view.folder.tensors):
+        return
+    matchers = matchers_for(declared).values()
+    if all(matcher("lm_head") is Verdict.EXCLUDED for matcher in matchers):
+        return
+    if not any(name.endswith("lm_head") for name in declared.exclude or ()):
+        message = "is tied to the embedding, has no tensor, and is not excluded: loaders may build it as FP4"
+        found.error("tied-head-not-excluded", message, where="lm_head", hint="add lm_head to the exclude list")
 
 
 def _stacked_parent(prefix: RuntimePrefix) -> RuntimePrefix:

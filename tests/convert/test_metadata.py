@@ -378,3 +378,26 @@ def test_the_lock_ties_the_output_to_its_source(kit):
     assert lock["complete"] is True
     blocks = 2 * 3 * 64 * 32 // 16
     assert (lock["groups"]["groups"], lock["groups"]["exact"], lock["groups"]["lossy"]) == (4, blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("model.embed_tokens", "lm_head"),
+        ("language_model.model.embed_tokens", "language_model.lm_head"),
+        ("model.language_model.embed_tokens", "lm_head"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_tied_head_is_excluded_although_it_has_no_tensor(kit, embedding, head, layout):
+    """C73: runtimes build it from the config alone, as FP4 unless the list names it."""
+    prefix = embedding.removesuffix("embed_tokens")
+    tensors = {
+        f"{embedding}.weight": kit.bf16(kit.rng, 96, 64),
+        f"{prefix}layers.0.mlp.down_proj.weight": kit.bf16(kit.rng, 64, 64),
+    }
+    source = kit.write_checkpoint(kit.tmp / "src", [tensors], {"model_type": "llama", "tie_word_embeddings": True})
+    rules = [{"match": "*.down_proj", "to": "mxfp4"}, {"match": "*", "to": "keep"}]
+    output, _ = kit.convert(source, rules, format="mxfp4", layout=layout)
+    ignore = json.loads((output / "config.json").read_text())["quantization_config"]["ignore"]
+    assert head in ignore

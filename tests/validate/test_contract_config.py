@@ -300,6 +300,15 @@ def test_tied_head_may_be_absent_and_an_untied_one_may_not(export, hits):
     assert hits(other.check()) == {"lm-head-missing"}
 
 
+def test_tied_head_without_a_tensor_must_be_excluded(export, hits):
+    """C73's other half: transformers builds the tied head as FP4, and finds no weight, unless the list names it."""
+    one = export("llama_nvfp4_kvfp8")
+    one.drop("lm_head.weight")
+    one.config["tie_word_embeddings"] = True
+    one.exclude(["model.embed_tokens"])
+    assert hits(one.check()) == {"tied-head-not-excluded"}
+
+
 def test_padded_planes_show_in_the_bits_per_weight(export, hits):
     """C79: 4.5 within 0.1 over everything declared NVFP4."""
     one = export("llama_nvfp4_kvfp8")

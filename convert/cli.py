@@ -492,13 +492,12 @@ def _fail(error: RequantError) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of `convert` and `requant`."""
     argv = _with_verb(sys.argv[1:] if arguments is None else arguments)
-    if argv and argv[0] == "--version":
-        from importlib.metadata import version
-
-        typer.echo(f"requant {version('requant')}")
-        sys.exit(0)
     try:
-        if app(argv, standalone_mode=False) == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
+        if argv and argv[0] == "--version":
+            from importlib.metadata import version
+
+            typer.echo(f"requant {version('requant')}")
+        elif app(argv, standalone_mode=False) == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
     except RequantError as error:
         _fail(error)
@@ -507,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(int(ExitCode.INTERRUPTED))
     except typer.Abort:
         sys.exit(int(ExitCode.INTERRUPTED))
-    except SystemExit:  # what typer makes of a reader of stdout that has gone
+    except (BrokenPipeError, SystemExit):  # the latter is what typer makes of a reader of stdout that has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # pyright: ignore[reportOptionalMemberAccess]
         sys.exit(0)
     except ModuleNotFoundError as error:

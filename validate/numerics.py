@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, cast
 
@@ -31,7 +31,17 @@ from requant.validate.opened import OpenedFolder, open_folder
 from requant.validate.pairing import Pair, Pairing, pair_checkpoints
 from requant.validate.results import JSON, StageResult, status_of
 
-__all__ = ["COLUMNS", "STAGE", "Progress", "check_numerics"]
+__all__ = [
+    "COLUMNS",
+    "STAGE",
+    "Both",
+    "Progress",
+    "check_numerics",
+    "conclude",
+    "fused_spans",
+    "judge_copy",
+    "open_both",
+]
 
 STAGE: Final = "numerics"
 Progress = Callable[[int, int], None]
@@ -75,6 +85,31 @@ def check_numerics(
     {"columns", "rows"}}. Never raises for what the folders hold.
     """
     started = time.perf_counter()
+    both = open_both(source, output)
+    advance = _meter(progress, both.theirs.nbytes)
+    before, after = MappedReader(both.theirs), MappedReader(both.ours)
+    for copy in both.census.copies:
+        judge_copy(compare_copy(copy, before, after), copy.output.name, both.found)
+        advance(copy.output.nbytes)
+    results = [compare(name, pairs, before, after, advance) for name, pairs in both.groups.items()]
+    spans = fused_spans(results, before, after)
+    advance(both.theirs.nbytes)
+    return conclude(both, results, spans, gate, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The two checkpoints with the census over them. groups: the pairs of each output weight. found: doubts so far."""
+
+    theirs: OpenedFolder
+    ours: OpenedFolder
+    census: Pairing
+    groups: Mapping[str, list[Pair]]
+    found: Collector
+
+
+def open_both(source: Path, output: Path) -> Both:
+    """Open both sides and pair their tensors, from headers alone."""
     found, doubts = Collector(), Collector()
     theirs, ours = open_folder(source, doubts), open_folder(output, Collector())
     for finding in doubts.findings():
@@ -82,29 +117,33 @@ def check_numerics(
             found.error(finding.rule, f"source: {finding.message}", where=finding.where, hint=finding.hint)
     census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output))
     _judge_census(census, found)
-    advance = _meter(progress, theirs.nbytes)
-    before, after = MappedReader(theirs), MappedReader(ours)
-    for copy in census.copies:
-        if wrong := compare_copy(copy, before, after):
-            hint = "copied tensors must keep every byte: convert again"
-            found.error("copy-differs", wrong, where=copy.output.name, hint=hint)
-        advance(copy.output.nbytes)
     groups: dict[str, list[Pair]] = {}
     for pair in census.pairs:
         groups.setdefault(pair.name, []).append(pair)
-    results = [compare(name, pairs, before, after, advance) for name, pairs in groups.items()]
-    spans = _fused_spans(results, before, after)
+    return Both(theirs, ours, census, groups, found)
+
+
+def judge_copy(wrong: str, name: str, found: Collector) -> None:
+    """What a copied tensor's comparison said, as a finding."""
+    if wrong:
+        found.error("copy-differs", wrong, where=name, hint="copied tensors must keep every byte: convert again")
+
+
+def conclude(
+    both: Both, results: Sequence[Result], spans: Mapping[str, int | None], gate: NumericsGate | None, seconds: float
+) -> StageResult:
+    """The stage's result from that of every weight. spans: of each weight's fused group, by name."""
+    found = both.found
     _judge_weights(results, found)
     _judge_gate(results, gate, found)
-    advance(theirs.nbytes)
     return StageResult(
         STAGE,
         status_of(found.findings()),
-        _reason(results, census, gate, found),
+        _reason(results, both.census, gate, found),
         found.findings(),
-        _data(results, spans, census, theirs, ours),
+        _data(results, spans, both.census, both.theirs, both.ours),
         "cpu",
-        time.perf_counter() - started,
+        seconds,
     )
 
 
@@ -141,11 +180,13 @@ def _drop_rules(output: Path) -> Callable[[str], str | None]:
     return dropped_by
 
 
-def _fused_spans(results: Sequence[Result], before: MappedReader, after: MappedReader) -> dict[str, int | None]:
+def fused_spans(
+    results: Sequence[Result], before: MappedReader | None = None, after: MappedReader | None = None
+) -> dict[str, int | None]:
     """Span of the exponents over each tensor's fused group.
 
-    Where the exponents of all blocks pass the Marlin window, the group's codes are looked at, so that only live blocks
-    count, as they do for the one who chose the global scale.
+    Where the exponents of all blocks pass the Marlin window, the group's codes are looked at (if there are readers), so
+    that only live blocks count, as they do for the one who chose the global scale.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -154,7 +195,7 @@ def _fused_spans(results: Sequence[Result], before: MappedReader, after: MappedR
     spans: dict[str, int | None] = {}
     for members in groups.values():
         span = _joint_span(members)
-        if len(members) > 1 and span is not None and span > MARLIN_WINDOW:
+        if before and after and len(members) > 1 and span is not None and span > MARLIN_WINDOW:
             for member in members:
                 look_again(member, before, after)
             span = _joint_span(members)

@@ -27,7 +27,7 @@ __all__ = ["PiecewiseNumerics"]
 
 
 class PiecewiseNumerics:
-    """source, output: folders whose shards have true headers and need hold nothing else. record: what is judged so far."""
+    """source, output: folders whose shards have true headers and need hold no more. record: what is judged so far."""
 
     def __init__(self, source: Path, output: Path, record: Path) -> None:
         self._started = time.perf_counter()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, cast
 
-from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW
+from requant.kernels.formats import E4M3_POW2_MIN, MARLIN_WINDOW, NATIVE_WINDOW
 from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import NumericsGate
@@ -52,7 +52,7 @@ COLUMNS: Final = (
     "source",
     "target",
     "weights",
-    *(f.name for f in fields(Tally) if f.name not in ("squared_error", "signal", "max_error")),
+    *(f.name for f in fields(Tally) if f.name not in ("squared_error", "signal", "max_error", "octaves")),
     "max_error",
     "rms_error",
     "sqnr_db",
@@ -81,8 +81,8 @@ def check_numerics(
     """Compare the folder `output` with the checkpoint `source` that it was made from.
 
     Fails for anything unaccounted for, a copied byte that changed, a NaN scale, an all-zero weight whose source is not,
-    a code that is not the nearest under its scale, and for what the gate forbids. data: {"totals", "census", "tensors":
-    {"columns", "rows"}}. Never raises for what the folders hold.
+    a code that is not the nearest under its scale, and for what the gate forbids. data: {"totals", "census",
+    "block_scales", "tensors": {"columns", "rows"}}. Never raises for what the folders hold.
     """
     started = time.perf_counter()
     both = open_both(source, output)
@@ -338,6 +338,7 @@ def _data(
             "added": len(census.added),
             "dropped": dict(census.dropped),
         },
+        "block_scales": {"first_exponent": E4M3_POW2_MIN, "octaves": total.octaves},
         "tensors": {"columns": list(COLUMNS), "rows": [_row(result, spans[result.name]) for result in results]},
     }
 

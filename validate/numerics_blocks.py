@@ -18,7 +18,7 @@ A block is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Final
 
@@ -49,6 +49,12 @@ _CHUNK: Final = 1 << 13
 _CODE: Final = E2M1_VALUES.astype(np.float64)
 _SQUARE_OF_BYTE: Final = (_CODE[unpack_nibbles(np.arange(256, dtype=np.uint8)[:, None])] ** 2).sum(axis=1)
 """Sum of the squares of the two codes in a byte."""
+OCTAVES: Final = E4M3_POW2_MAX - E4M3_POW2_MIN + 1
+"""18: from 2^-9, the smallest subnormal, to 2^8, below which 448 lies."""
+_MARLIN_MIN_BYTE: Final = 0x08
+"""E4M3 byte of 2^-6, the smallest normal: Marlin flushes what lies below."""
+_OCTAVE_STARTS: Final = (1, 2, 4, *range(_MARLIN_MIN_BYTE, 0x79, 8), 0x7F)
+"""First E4M3 byte of each octave from 2^-9 on: three of subnormals, then eight bytes each; NaN ends them."""
 _HALVINGS: Final = np.array([99, 0, 1, 0, 2, 1, 3, 2])
 """How often a magnitude code halves exactly: 6 -> 3 -> 1.5, 4 -> 2 -> 1 -> 0.5."""
 _DOUBLINGS: Final = np.array([99, 3, 2, 2, 1, 1, 0, 0])
@@ -66,7 +72,7 @@ class Tally:
     changed: weights with another value. zero_signs: zeros whose sign was lost, in weights. misrounded: weights whose
     code is not the nearest under the scale that is stored. avoidable: lossy blocks that the same global scale could
     have held exactly. nan: blocks with a NaN scale, counted as lossy and left out of the errors. signal: sum of the
-    squares of the source.
+    squares of the source. octaves: how many of the output's E4M3 block scales lie in [2^e, 2^(e+1)), e from -9 to 8.
     """
 
     blocks: int = 0
@@ -85,12 +91,16 @@ class Tally:
     max_error: float = 0.0
     squared_error: float = 0.0
     signal: float = 0.0
+    octaves: list[int] = field(default_factory=lambda: [0] * OCTAVES)
 
     def add(self, other: Tally) -> None:
         """Add another tally to this one."""
-        for field in fields(self):
-            a, b = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(a, b) if field.name == "max_error" else a + b)
+        for each in fields(self):
+            if each.name == "octaves":
+                continue
+            a, b = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, max(a, b) if each.name == "max_error" else a + b)
+        self.octaves = [a + b for a, b in zip(self.octaves, other.octaves, strict=True)]
 
     @property
     def lossless(self) -> bool:
@@ -175,7 +185,23 @@ def _count_tile(output: Planes, rows: int, k: int, tally: Tally) -> None:
     tally.blocks += rows * k // BLOCK
     tally.blocks32 += rows * k // 32 if k % 32 == 0 else 0
     if output.group == NVFP4_GROUP:
-        tally.below_marlin += int(np.count_nonzero((output.scales - np.uint8(1)) < 7))  # bytes 1..7, 0 wraps to 255
+        _count_octaves(output.scales, tally)
+
+
+def _count_octaves(scales: Bytes, tally: Tally) -> None:
+    """Threshold by threshold, between the smallest and the largest byte alone: cheaper than counting each byte."""
+    if not scales.size:
+        return
+    low, high = int(scales.min()), int(scales.max())
+    above = scales.size if low >= _OCTAVE_STARTS[0] else int(np.count_nonzero(scales))
+    for octave, end in enumerate(_OCTAVE_STARTS[1:]):
+        if end <= low or not above:
+            continue
+        beyond = int(np.count_nonzero(scales >= end)) if high >= end else 0
+        tally.octaves[octave] += above - beyond
+        if end <= _MARLIN_MIN_BYTE:
+            tally.below_marlin += above - beyond
+        above = beyond
 
 
 def _count_32(lost: Mask, tally: Tally) -> None:

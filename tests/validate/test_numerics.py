@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from requant.kernels import reference as ref
-from requant.kernels.formats import NumberFormat
+from requant.kernels.formats import E4M3_VALUES, NumberFormat
 from requant.manifests.schema import NumericsGate
 from requant.validate.collector import Collector
 from requant.validate.numerics import check_numerics
@@ -274,6 +274,29 @@ def test_nan_scales_on_either_side_are_counted_and_keep_the_errors_finite() -> N
     values = np.ones((1, 64))
     compare_values(values, Planes(codes, block, steps_of(NumberFormat.NVFP4, 1.0), 16), encoded)
     assert (encoded.nan, math.isfinite(encoded.squared_error)) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "present", [range(256), range(0x7F), range(0x30, 0x50), [0], [1], [7, 8], [0x7E], [0x7F, 0xFE]]
+)
+def test_every_block_scale_is_counted_in_its_octave(present: list[int]) -> None:
+    """Against frexp of the values; zeros, NaNs and negative scales lie in no octave."""
+    scales = np.repeat(np.array(present, np.uint8), 4).reshape(2, -1)
+    codes = np.zeros((2, scales.shape[1] * 8), np.uint8)
+    tally = Tally()
+    with np.errstate(invalid="ignore"):
+        compare_values(
+            np.zeros((2, codes.shape[1] * 2)), Planes(codes, scales, steps_of(NumberFormat.NVFP4), 16), tally
+        )
+    values = E4M3_VALUES[scales]
+    positive = values[np.isfinite(values) & (values > 0)]
+    expected = np.bincount(np.frexp(positive)[1] - 1 + 9, minlength=18)
+    assert tally.octaves == expected.tolist()
+    assert tally.below_marlin == int((positive < 2.0**-6).sum())
+    twice = Tally()
+    twice.add(tally)
+    twice.add(tally)
+    assert twice.octaves == (2 * expected).tolist()
 
 
 # --- whole checkpoints ------------------------------------------------------------------------------------------------

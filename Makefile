@@ -9,14 +9,16 @@ BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
 DEMO_ENV  := $(VENV)/.stamp-demo
 DEV_ENV   := $(VENV)/.stamp-dev
+RAY_ENV   := $(VENV)/.stamp-ray
 MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format build clean
+.PHONY: help demo test test-ray lint types pytest format build clean
 
 help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
 	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
+	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
 	@echo 'make lint | types | pytest | format | build | clean'
 	@echo 'PYTHON=$(PYTHON) VENV=$(VENV) DEMO_OUT=$(DEMO_OUT) JOBS=$(JOBS)'
 
@@ -40,6 +42,10 @@ types: $(DEV_ENV)
 pytest: $(DEV_ENV)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
+# Apart from `test`: Ray takes 240 MB, and its clusters two minutes.
+test-ray: $(RAY_ENV)
+	$(BIN)/pytest -m ray tests/ray $(ARGS)
+
 format: $(DEV_ENV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -61,4 +67,8 @@ $(DEMO_ENV): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV_ENV): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[dev]'
+	@touch $@
+
+$(RAY_ENV): $(DEV_ENV)
+	$(INSTALL) '.[dev,ray]'
 	@touch $@

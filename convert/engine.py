@@ -20,9 +20,17 @@ from requant.convert.compute import run_unit
 from requant.convert.files import Files
 from requant.convert.plan import Plan
 
-__all__ = ["PART_SUFFIX", "Done", "Engine", "LocalEngine", "ShardFiles", "Task"]
+__all__ = ["PART_SUFFIX", "Done", "Engine", "LocalEngine", "ShardFiles", "Task", "worker_bytes"]
 
 PART_SUFFIX: Final = ".part"
+TILES_BYTES: Final = 24 * 2**20
+"""Tiles in flight of one worker: codes, scales, and their results."""
+
+
+def worker_bytes(plan: Plan) -> int:
+    """Memory that one worker needs beside the process it lives in: tiles, and whole experts where they are turned."""
+    turned = (m.codes.nbytes // m.transposed * 2 for u in plan.groups for m in u.members if m.transposed)
+    return TILES_BYTES + max(turned, default=0)
 
 
 class Task(NamedTuple):

@@ -95,6 +95,8 @@ def execute(
     try:
         with _owned(partial):
             _refuse_finished(output, force)  # another run may have finished it just now
+            for token in (partial / RECORDS).glob("run-*"):  # workers of a driver that was killed stop at this
+                token.unlink()
             if force:
                 _discard(partial)
             journal_path = partial / RECORDS / "journal.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from requant.convert.engine import worker_bytes
 from requant.convert.execute import RunResult, default_workers
 from requant.convert.pipeline import summarize
 from requant.convert.plan import CopyUnit, Plan
@@ -26,8 +27,6 @@ ASSUMED_GBPS: Final = 1.0
 """Disk throughput (GB of source per second) behind the time estimate, said in the plan."""
 BASE_MEMORY: Final = 120 * 2**20
 """Interpreter, numpy and the plan of a large checkpoint; measured in tests/bench."""
-PER_WORKER: Final = 24 * 2**20
-"""Tiles in flight of one worker: codes, scales, and their results."""
 
 
 def size_text(nbytes: int) -> str:
@@ -56,10 +55,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _memory(plan: Plan) -> int:
-    stacked = max(
-        (m.codes.nbytes // m.transposed * 2 for u in plan.groups for m in u.members if m.transposed), default=0
-    )
-    return BASE_MEMORY + _workers(plan) * (PER_WORKER + stacked)
+    return BASE_MEMORY + _workers(plan) * worker_bytes(plan)
 
 
 def _workers(plan: Plan) -> int:

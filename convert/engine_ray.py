@@ -1,0 +1,249 @@
+"""Engine `ray`: the units of a run as tasks of a Ray cluster, or of a Ray that is started here for the run.
+
+The driver keeps what a run is (journal, seals, publication); tasks get batches of about BATCH_BYTES, declare a CPU and
+their memory (and a GPU for device cuda), and write to the shared file system. At most twice as many batches are out as
+there are places for, whatever joins or leaves. Ray repeats the tasks of a lost node elsewhere; a unit done twice
+writes the same bytes twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from requant.convert.engine import Done, ShardFiles
+from requant.convert.plan import Plan
+from requant.convert.ray_task import Batch, Report, batches, run_batch
+from requant.manifests.errors import EnvironmentFault, IncompleteError
+
+__all__ = ["PROCESS_BYTES", "RayEngine", "require_ray"]
+
+BATCH_BYTES: Final = 512 * 2**20
+"""Source bytes of a task: a few seconds of work, against some milliseconds for the task itself."""
+BATCHES_PER_PLACE: Final = 8
+"""A smaller checkpoint is cut finer, so that every place gets several batches and the last one ends early."""
+LEAST_BATCH: Final = 8 * 2**20
+RETRIES: Final = 5
+"""Times that a batch may be lost with its node, or fail on one, before the run stops (resumable)."""
+PATIENCE_S: Final = 600.0
+"""Seconds without a node that could run anything before the run stops (resumable): autoscalers need minutes."""
+FAREWELL_S: Final = 60.0
+"""Seconds that tasks under way are given to end after an error."""
+POLL_S: Final = 2.0
+STORE_BYTES: Final = 80 * 2**20
+"""Object store of a Ray started here, the smallest that Ray takes: batches and reports are small."""
+
+PROCESS_BYTES: Final = 300 * 2**20
+"""A worker process before its first tile: Python, Ray, numpy, numba."""
+
+Ray: TypeAlias = Any
+"""The module: Ray ships no types that a strict checker could use."""
+
+
+def require_ray() -> Ray:
+    """The module `ray`; EnvironmentFault where the extra is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise EnvironmentFault(
+            "execute.engine: ray needs Ray, which is not installed",
+            hint="pip install 'requant[ray]', on every node of the cluster; or set execute.engine: local",
+        ) from error
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """address: None (a Ray of our own), `auto`, `ray://host:port` or `host:port`. workers: tasks at once, or None for
+    as many as the cluster has places. memory: bytes that a task declares. gpus: GPUs that it declares."""
+
+    address: str | None
+    workers: int | None
+    memory: int
+    gpus: int = 0
+
+    @property
+    def name(self) -> str:
+        """As in the manifest."""
+        return "ray"
+
+    def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
+        """All of `todo`, as engine.Engine says. EnvironmentFault: no cluster. IncompleteError: it was lost for good."""
+        if not todo:
+            return
+        ray = require_ray()
+        with _connected(ray, self.address, self.workers), _token(files.partial) as token:
+            cluster = _Cluster(ray, self)
+            places = cluster.places()
+            if not places:
+                raise EnvironmentFault(
+                    f"no node of the Ray cluster offers a CPU{' and a GPU' if self.gpus else ''} "
+                    f"and {self.memory / 2**20:.0f} MiB of memory",
+                    where=self.address or "local Ray",
+                    hint="add a node, or give the nodes more --num-cpus or --memory",
+                )
+            total = sum(plan.units[index].nbytes for index in todo)
+            limit = max(min(BATCH_BYTES, total // (places * BATCHES_PER_PLACE)), LEAST_BATCH)
+            _Tasks(ray, self, cluster, done).run(batches(plan, todo, limit, files.partial, token))
+
+
+class _Cluster:
+    """What the cluster can run right now."""
+
+    def __init__(self, ray: Ray, engine: RayEngine) -> None:
+        self._ray = ray
+        self._engine = engine
+        self._asked = -POLL_S
+        self._known = 0
+        self.seen = time.monotonic()
+
+    def places(self) -> int:
+        """Tasks that its nodes can hold at once. seen: when there was last a place."""
+        now = time.monotonic()
+        if now - self._asked >= POLL_S:
+            self._asked = now
+            self._known = sum(self._holds(node["Resources"]) for node in self._ray.nodes() if node["Alive"])
+        if self._known:
+            self.seen = now
+        return self._known
+
+    def _holds(self, resources: Mapping[str, float]) -> int:
+        engine = self._engine
+        limits = [resources.get("CPU", 0.0), resources.get("memory", 0.0) / max(engine.memory, 1)]
+        if engine.gpus:
+            limits.append(resources.get("GPU", 0.0) / engine.gpus)
+        return int(min(limits))
+
+
+class _Tasks:
+    """Batches under way."""
+
+    def __init__(self, ray: Ray, engine: RayEngine, cluster: _Cluster, done: Callable[[Done], None]) -> None:
+        self._ray = ray
+        self._cluster = cluster
+        self._done = done
+        self._workers = engine.workers
+        self._pending: dict[Any, Batch] = {}
+        self._failures: Counter[int] = Counter()
+        self._remote = ray.remote(_on_a_node).options(
+            name="requant",
+            num_cpus=1,
+            num_gpus=engine.gpus,
+            memory=engine.memory,
+            max_retries=RETRIES,
+            scheduling_strategy="SPREAD",
+        )
+
+    def run(self, queue: Iterator[Batch]) -> None:
+        """Until the queue is empty and everything has come back."""
+        try:
+            while True:
+                while len(self._pending) < self._room() and (batch := next(queue, None)) is not None:
+                    self._submit(batch)
+                if not self._pending:
+                    return
+                ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=POLL_S)
+                for reference in ready:
+                    self._finish(self._pending.pop(reference), reference)
+                if not ready:
+                    self._refuse_to_wait_for_ever()
+        finally:
+            self._part()
+
+    def _room(self) -> int:
+        """Batches that may be out: one for each place, and as many waiting; or as many as the user said."""
+        return self._workers or max(2 * self._cluster.places(), 1)
+
+    def _submit(self, batch: Batch) -> None:
+        self._pending[self._remote.remote(batch)] = batch
+
+    def _finish(self, batch: Batch, reference: Any) -> None:
+        """Enter what came back, or try again."""
+        first = batch.units[0][0]
+        try:
+            report: Report = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError:
+            raise  # a bug of ours, with the worker's traceback
+        except self._ray.exceptions.RayError as error:  # Ray has tried RETRIES times by itself
+            raise IncompleteError(
+                f"the cluster lost a task for good ({type(error).__name__})",
+                where=batch.partial,
+                hint="look at the nodes (memory?), then run the same command again: it goes on where it stopped",
+            ) from error
+        if report.fault is None:
+            self._done(Done(report.units, report.task, synced=True))
+            return
+        self._failures[first] += 1
+        if not report.fault.passing or self._failures[first] > RETRIES:
+            raise report.fault.exception()
+        self._submit(batch)
+
+    def _refuse_to_wait_for_ever(self) -> None:
+        if not self._cluster.places() and time.monotonic() - self._cluster.seen > PATIENCE_S:
+            raise IncompleteError(
+                f"no node of the cluster could run a task for {PATIENCE_S:.0f} s",
+                hint="start nodes, then run the same command again, on a cluster or here: it goes on where it stopped",
+            )
+
+    def _part(self) -> None:
+        """After an error: tasks that have not begun are withdrawn, those that have are waited for."""
+        left = list(self._pending)
+        with suppress(Exception):  # the cluster may be what failed
+            for reference in left:
+                self._ray.cancel(reference, force=False)
+            if left:
+                self._ray.wait(left, num_returns=len(left), timeout=FAREWELL_S)
+
+
+def _on_a_node(batch: Batch) -> Report:
+    """The task."""
+    context: Any = require_ray().get_runtime_context()
+    return run_batch(batch, str(context.get_node_id()))
+
+
+@contextmanager
+def _token(partial: Path) -> Generator[Path]:
+    """A file that says that this run is on (execute.py removes those of runs that were killed)."""
+    path = partial / ".requant" / f"run-{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _connected(ray: Ray, address: str | None, workers: int | None) -> Generator[None]:
+    """A connection to the cluster, or a Ray of our own; a connection that is there already is used and left."""
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    try:
+        if address is None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(
+                address="local", num_cpus=workers, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet
+            )
+        else:
+            ray.init(address=address, **({} if address.startswith("ray://") else quiet))
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        text = str(error).strip()
+        raise EnvironmentFault(
+            f"cannot reach or start Ray: {text.splitlines()[0] if text else type(error).__name__}",
+            where=address or "local Ray",
+            hint="start one with `ray start --head`, correct execute.ray_address, or leave it out to start one here",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -2,19 +2,29 @@
 
 Memory is bounded by a tile, whatever the size of the weight: scale planes and codes pass through in row tiles, and a
 group that needs its codes twice (once to decide, once to write) reads them twice.
+
+| unit      | what happens                                                                              |
+|-----------|-------------------------------------------------------------------------------------------|
+| copy      | bytes, rows of bytes, constants                                                           |
+| repack    | MXFP4 -> NVFP4 in integers (kernels/repack.py)                                            |
+| relayout  | FP4 -> the same FP4 under other names: planes copied, scalars turned over where need be    |
+| encode    | anything -> floats in tiles (decode.py) -> MXFP4, NVFP4, FP8, BF16                        |
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.convert.files import copy_range, read_exact, write_all
+from requant.convert.decode import float_tiles, to_bf16
+from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
 from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
+from requant.convert.rows import TILE_BYTES, Opened, read_rows, read_scalar, row_tiles
+from requant.convert.scalars import turned_over
 from requant.convert.shards import TensorInfo
 from requant.kernels.formats import E8M0_BIAS, E8M0_NAN_BYTE, NVFP4_GROUP
 from requant.kernels.repack import (
@@ -29,20 +39,10 @@ from requant.kernels.repack import (
 from requant.manifests.errors import SourceError
 
 if TYPE_CHECKING:
-    from requant.kernels.quantize import ScaleChoice
+    from requant.kernels.fp8 import Quotient
+    from requant.kernels.quantize import ScaleChoice, Weight
 
 __all__ = ["Opened", "Places", "run_unit", "scale_tiles"]
-
-TILE_BYTES: Final = 4 * 2**20
-"""Bytes of codes (or floats) in flight per worker; the L2 of a server core times a few, and memory stays small."""
-
-
-class Opened(Protocol):
-    """Descriptors by file name: sources for reading, output shards (by number) for writing."""
-
-    def source(self, file: str) -> int: ...
-
-    def output(self, shard: int) -> int: ...
 
 
 class Places(Protocol):
@@ -60,7 +60,9 @@ def run_unit(plan: Places, unit: Unit, files: Opened) -> dict[str, Any]:
         return {}
     if unit.kind == "repack":
         return _repack(plan, unit, files)
-    return _quantize(plan, unit, files)
+    if unit.kind == "relayout":
+        return _relayout(plan, unit, files)
+    return _encode(plan, unit, files)
 
 
 def _copy(target: OutTensor, source: TensorInfo | Rows | bytes, files: Opened) -> None:
@@ -83,25 +85,8 @@ def _copy_rows(rows: Rows, fd: int, begin: int, files: Opened) -> None:
     if rows.contiguous:
         _copy_bytes(file, rows.begin, rows.nbytes, fd, begin, files)
         return
-    for first, tile in _tiles(rows, files):
+    for first, tile in row_tiles(rows, files):
         write_all(fd, np.ascontiguousarray(tile), begin + first * rows.row_bytes)
-
-
-def _tiles(rows: Rows, files: Opened, row_cost: int = 0) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(first row, uint8 [count, row_bytes]) tiles of about TILE_BYTES (of `row_cost` bytes a row, if given)."""
-    cost = max(rows.row_bytes * rows.step, row_cost, 1)
-    per_tile = max(TILE_BYTES // cost, 1)
-    fd = files.source(rows.tensor.file)
-    for first in range(0, rows.n_rows, per_tile):
-        yield first, _read_rows(rows, fd, first, min(per_tile, rows.n_rows - first))
-
-
-def _read_rows(rows: Rows, fd: int, first: int, count: int) -> NDArray[np.uint8]:
-    """uint8 [count, row_bytes]: rows first..first+count of the selection (a view over skipped rows if strided)."""
-    span = (count - 1) * rows.step + 1
-    begin = rows.begin + first * rows.step * rows.row_bytes
-    data = read_exact(fd, span * rows.row_bytes, begin, rows.tensor.file)
-    return np.frombuffer(data, dtype=np.uint8).reshape(span, rows.row_bytes)[:: rows.step]
 
 
 # --- MXFP4 -> NVFP4 ---------------------------------------------------------------------------------------------------
@@ -132,22 +117,21 @@ def _repack(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
 
 def _write_global(plan: Places, member: Member, scalar: np.float32, files: Opened) -> None:
     if member.out_global is not None:
-        target = plan.tensors[member.out_global]
-        if member.reciprocal and scalar < np.finfo(np.float32).tiny:
-            tensor = member.codes.tensor
+        if member.form.reciprocal and scalar < np.finfo(np.float32).tiny:
+            tensor = member.weight.codes
             raise SourceError(
                 f"global scale {scalar!r} has no finite reciprocal, which target.layout compressed-tensors stores",
                 where=f"{tensor.file}: {tensor.name}",
                 hint="weights this small are as good as zero: keep this layer plain, or use target.layout modelopt",
             )
-        value = np.float32(1.0) / scalar if member.reciprocal else scalar
-        write_all(files.output(target.shard), np.asarray(value, dtype="<f4").tobytes(), target.begin)
+        _write_scalar(plan, member, turned_over(scalar) if member.form.reciprocal else scalar, files)
 
 
 def _planes(member: Member) -> Rows:
-    if member.scales is None:
+    scales = member.scales
+    if scales is None:
         raise ValueError(f"{member.module} has no block scales")
-    return member.scales
+    return scales
 
 
 def _scale_range(unit: GroupUnit, files: Opened) -> tuple[int, int]:
@@ -161,7 +145,7 @@ def _scale_range(unit: GroupUnit, files: Opened) -> tuple[int, int]:
 
 def scale_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(first row, E8M0 bytes [n, K/32]) of a member's scale plane. SourceError names the first NaN scale."""
-    for first, tile in _tiles(_planes(member), files):
+    for first, tile in row_tiles(_planes(member), files):
         if tile.max() == E8M0_NAN_BYTE:
             _refuse_nan(member, first, tile)
         yield first, tile
@@ -183,29 +167,29 @@ def _repack_in_window(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
     """Step 1: codes copied as bytes, each scale byte becomes two by arithmetic."""
     blocks = 0
     for member in unit.members:
-        target = plan.tensors[member.out_scales]
+        target = plan.tensors[_scales_out(member)]
         fd = files.output(target.shard)
         scales = _planes(member)
-        if member.transposed:
+        if member.form.transposed:
             _transpose(plan, member, files, m)
         else:
-            for first, tile in _tiles(scales, files):
+            for first, tile in row_tiles(scales, files):
                 write_all(fd, window_scales(tile, m), target.begin + first * scales.row_bytes * 2)
             codes = plan.tensors[member.out_codes]
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
-        blocks += member.rows * (member.cols // NVFP4_GROUP)
+        blocks += member.form.rows * (member.form.cols // NVFP4_GROUP)
     return Counts(exact=blocks)
 
 
 def _transpose(plan: Places, member: Member, files: Opened, m: int) -> None:
     """Stacked experts, planes written [K/.., N]: one expert at a time, codes and scales alike."""
     codes, scales = member.codes, _planes(member)
-    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
-    rows = member.rows // member.transposed
-    for expert in range(member.transposed):
-        plane = window_scales(_read_rows(scales, files.source(scales.tensor.file), expert * rows, rows), m)
+    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    rows = member.form.rows // member.form.transposed
+    for expert in range(member.form.transposed):
+        plane = window_scales(read_rows(scales, files.source(scales.tensor.file), expert * rows, rows), m)
         _write_transposed(plane, files.output(out_scales.shard), out_scales.begin + expert * plane.size)
-        block = _read_rows(codes, files.source(codes.tensor.file), expert * rows, rows)
+        block = read_rows(codes, files.source(codes.tensor.file), expert * rows, rows)
         _write_transposed(block, files.output(out_codes.shard), out_codes.begin + expert * block.size)
 
 
@@ -217,15 +201,15 @@ def _code_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np
     """(first row, codes [n, K/2], scales [n, K/32]) in tiles; a transposed member goes expert by expert."""
     codes, scales = member.codes, _planes(member)
     per_tile = max(TILE_BYTES // (codes.row_bytes * codes.step), 1)
-    if member.transposed:
-        per_tile = member.rows // member.transposed
+    if member.form.transposed:
+        per_tile = member.form.rows // member.form.transposed
     code_fd, scale_fd = files.source(codes.tensor.file), files.source(scales.tensor.file)
-    for first in range(0, member.rows, per_tile):
-        count = min(per_tile, member.rows - first)
+    for first in range(0, member.form.rows, per_tile):
+        count = min(per_tile, member.form.rows - first)
         yield (
             first,
-            np.ascontiguousarray(_read_rows(codes, code_fd, first, count)),
-            np.ascontiguousarray(_read_rows(scales, scale_fd, first, count)),
+            np.ascontiguousarray(read_rows(codes, code_fd, first, count)),
+            np.ascontiguousarray(read_rows(scales, scale_fd, first, count)),
         )
 
 
@@ -255,7 +239,7 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
 
     counts = np.zeros(4, dtype=np.int64)
     for member in unit.members:
-        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
+        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
         code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
         for first, codes, scales in _code_tiles(member, files):
             new_codes = np.empty_like(codes)
@@ -263,7 +247,7 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
             repack_jit.repack_tile(codes, scales, m, new_codes, new_scales, counts)
             code_begin = out_codes.begin + first * new_codes.shape[1]
             scale_begin = out_scales.begin + first * new_scales.shape[1]
-            if member.transposed:
+            if member.form.transposed:
                 _write_transposed(new_codes, code_fd, code_begin)
                 _write_transposed(new_scales, scale_fd, scale_begin)
             else:
@@ -272,42 +256,146 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
     return Counts(*(int(n) for n in counts))
 
 
-# --- floats -> MXFP4, NVFP4 -------------------------------------------------------------------------------------------
-
-_FLOATS: Final = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
-"""How the quantizers take each dtype: BF16 as its bits."""
+# --- FP4 -> the same FP4 ----------------------------------------------------------------------------------------------
 
 
-def _float_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[Any]]]:
-    """(first row, values [n, K]) of a plain weight."""
-    dtype = _FLOATS[member.codes.tensor.dtype]
-    for first, raw in _tiles(member.codes, files):
-        yield first, np.ascontiguousarray(raw).view(dtype)
-
-
-def _quantize(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
-    """A fused group of plain weights: for NVFP4 first the amax that they share, then codes and block scales."""
-    from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
-
-    choice = quantizer_choice(unit.scale)
-    s2 = nvfp4_global_scale(_group_amax(unit, files), choice) if unit.kind == "to-nvfp4" else None
+def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+    """Codes and block scales byte for byte; the global scale as it is, or turned over."""
     weights = 0
     for member in unit.members:
-        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[member.out_scales]
-        for first, tile in _float_tiles(member, files):
-            codes = np.empty((tile.shape[0], member.cols // 2), dtype=np.uint8)
-            scales = np.empty((tile.shape[0], out_scales.nbytes // member.rows), dtype=np.uint8)
-            with _named(member, first):
-                if s2 is None:
-                    bf16_to_mxfp4(tile, codes, scales)
-                else:
-                    bf16_to_nvfp4(tile, s2, codes, scales, choice)
-            write_all(files.output(out_codes.shard), codes, out_codes.begin + first * codes.shape[1])
-            write_all(files.output(out_scales.shard), scales, out_scales.begin + first * scales.shape[1])
+        scales = _planes(member)
+        if member.form.transposed:
+            _transpose_planes(plan, member, files)
+        else:
+            codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+            _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
+            _copy_rows(scales, files.output(plane.shard), plane.begin, files)
+        if member.weight.scalar is not None:
+            scalar = read_scalar(member.weight.scalar, files, member.start // member.weight.rows)
+            if member.weight.more.reciprocal != member.form.reciprocal:
+                scalar = turned_over(scalar)
+            _write_scalar(plan, member, scalar, files)
+        weights += member.form.rows * member.form.cols
+    return {"group": unit.group, "copied": weights}
+
+
+def _transpose_planes(plan: Places, member: Member, files: Opened) -> None:
+    """A stack's planes, expert by expert."""
+    for rows, out in ((member.codes, member.out_codes), (_planes(member), _scales_out(member))):
+        target, per = plan.tensors[out], rows.n_rows // member.form.transposed
+        for expert in range(member.form.transposed):
+            block = read_rows(rows, files.source(rows.tensor.file), expert * per, per)
+            _write_transposed(block, files.output(target.shard), target.begin + expert * block.size)
+
+
+def _scales_out(member: Member) -> int:
+    if member.out_scales is None:
+        raise ValueError(f"{member.module} has no place for block scales")
+    return member.out_scales
+
+
+def _write_scalar(plan: Places, member: Member, stored: np.float32, files: Opened) -> None:
+    """A global scale as it is to be stored."""
+    if member.out_global is not None:
+        target = plan.tensors[member.out_global]
+        write_all(files.output(target.shard), np.asarray(stored, dtype="<f4").tobytes(), target.begin)
+
+
+# --- floats -> MXFP4, NVFP4, FP8, BF16 --------------------------------------------------------------------------------
+
+
+def _encode(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+    """A fused group by way of floats: for NVFP4 first the amax that its members share."""
+    from requant.kernels.quantize import nvfp4_global_scale
+
+    choice = quantizer_choice(unit.scale)
+    number = unit.members[0].form.number
+    s2 = nvfp4_global_scale(_group_amax(unit, files), choice) if number == "nvfp4" else None
+    weights = 0
+    for member in unit.members:
+        if number == "bf16":
+            _write_bf16(plan, member, files)
+        elif number == "fp8":
+            _write_fp8(plan, member, files)
+        else:
+            _write_fp4(plan, member, s2, choice, files)
         if s2 is not None:
             _write_global(plan, member, s2, files)
-        weights += member.rows * member.cols
+        weights += member.form.rows * member.form.cols
     return {"group": unit.group, "weights": weights}
+
+
+def _float_tiles(member: Member, files: Opened) -> Iterator[tuple[int, Weight]]:
+    """(first row, values [n, K]) of a member; whole experts where its planes are written transposed."""
+    tiles = float_tiles(member.weight, member.start, member.step, member.form.rows, files)
+    return _whole_experts(member, tiles) if member.form.transposed else tiles
+
+
+def _whole_experts(member: Member, tiles: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Tiles put together to one per expert."""
+    per = member.form.rows // member.form.transposed
+    parts: list[NDArray[Any]] = []
+    for first, tile in tiles:
+        parts.append(tile)
+        if (first + len(tile)) % per == 0:
+            yield first + len(tile) - per, np.concatenate(parts)
+            parts = []
+
+
+def _write_fp4(plan: Places, member: Member, s2: np.float32 | None, choice: ScaleChoice, files: Opened) -> None:
+    from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4
+
+    form, out_codes, out_scales = member.form, plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
+    for first, tile in _float_tiles(member, files):
+        codes = np.empty((tile.shape[0], form.cols // 2), dtype=np.uint8)
+        scales = np.empty((tile.shape[0], out_scales.nbytes // form.rows), dtype=np.uint8)
+        with _named(member, first):
+            if s2 is None:
+                bf16_to_mxfp4(tile, codes, scales)
+            else:
+                bf16_to_nvfp4(tile, s2, codes, scales, choice)
+        code_begin, scale_begin = out_codes.begin + first * codes.shape[1], out_scales.begin + first * scales.shape[1]
+        if form.transposed:
+            _write_transposed(codes, code_fd, code_begin)
+            _write_transposed(scales, scale_fd, scale_begin)
+        else:
+            write_all(code_fd, codes, code_begin)
+            write_all(scale_fd, scales, scale_begin)
+
+
+def _write_bf16(plan: Places, member: Member, files: Opened) -> None:
+    target, form = plan.tensors[member.out_codes], member.form
+    fd = files.output(target.shard)
+    tiles = float_tiles(member.weight, member.start, member.step, form.rows, files)
+    for first, tile in _whole_experts(member, tiles) if form.transposed else tiles:
+        with _named(member, first):
+            bits = to_bf16(tile)
+        begin = target.begin + first * form.cols * 2
+        write_all(fd, np.ascontiguousarray(bits.T if form.transposed else bits), begin)
+
+
+def _write_fp8(plan: Places, member: Member, files: Opened) -> None:
+    """amax of every block first, then the codes."""
+    from requant.kernels.fp8 import block_amax, encode_fp8, fp8_scales
+
+    form, out_codes, out_scales = member.form, plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    high, wide = form.block
+    grid = np.zeros((-(-form.rows // high), -(-form.cols // wide)), dtype=np.float32)
+    for first, tile in _float_tiles(member, files):
+        with _named(member, first):
+            block_amax(tile, form.block, grid, first)
+    scales = fp8_scales(grid)
+    # modelopt divides a BF16 tensor by a 0-d scale: torch rounds that quotient to the tensor's own type
+    plain = member.weight.codes.dtype if member.weight.format == "plain" and grid.size == 1 else ""
+    narrow: dict[str, Quotient] = {"BF16": "bf16", "F16": "f16"}
+    fd = files.output(out_codes.shard)
+    for first, tile in _float_tiles(member, files):
+        codes = np.empty(tile.shape, dtype=np.uint8)
+        with _named(member, first):
+            encode_fp8(tile, scales, form.block, codes, first, narrow.get(plain, "f32"))
+        write_all(fd, codes, out_codes.begin + first * form.cols)
+    write_all(files.output(out_scales.shard), scales.astype("<f4").tobytes(), out_scales.begin)
 
 
 def _group_amax(unit: GroupUnit, files: Opened) -> float:
@@ -335,9 +423,10 @@ def _named(member: Member, first: int) -> Generator[None]:
     try:
         yield
     except NonFiniteError as error:
-        tensor = member.codes.tensor
+        tensor = member.weight.codes
         raise SourceError(
-            f"value at row {first + error.row}, column {error.column} is NaN or infinite",
+            f"value at row {member.start + (first + error.row) * member.step}, column {error.column} is NaN, infinite "
+            f"or too large for {member.form.number.upper()}",
             where=f"{tensor.file}: {tensor.name}",
-            hint="no FP4 code stands for it: the source is corrupt, or this layer must be kept",
+            hint="no code stands for it: the source is corrupt, or this layer must be kept",
         ) from error

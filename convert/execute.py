@@ -294,8 +294,7 @@ class _Run:
             return tuple({tensors[piece.out].shard for piece in unit.pieces})
         shards: set[int] = set()
         for member in unit.members:
-            outs = (member.out_codes, member.out_scales, member.out_global)
-            shards.update(tensors[out].shard for out in outs if out is not None)
+            shards.update(tensors[out].shard for out in member.outputs)
         return tuple(shards)
 
     def prepare(self) -> None:

@@ -1,28 +1,38 @@
-"""Static activation scales: a constant, or the ones of another NVFP4 checkpoint of the same model."""
+"""Static activation scales, and those of the KV cache: a constant, or the ones of another checkpoint of the model.
+
+An NVFP4 layer stores amax / (6 * 448) of its activations, an FP8 layer amax / 448. Where the other checkpoint holds a
+layer in the other format, its scale is restated.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from requant.convert.checkpoint import Catalogue, open_checkpoint
+from requant.convert.shards import TensorInfo
 from requant.manifests.errors import ManifestError, SourceError, UsageError
 from requant.manifests.schema import FromCheckpoint, Manifest
 
-__all__ = ["InputScales"]
+__all__ = ["KV_SUFFIXES", "InputScales"]
 
 
 class InputScales:
     """`input_scale` per module. Partners of a fused group get one value, the largest: it must hold all of them."""
 
-    def __init__(self, constant: float | None, values: dict[str, float], note: str) -> None:
+    def __init__(
+        self, constant: float | None, values: dict[str, Activation], note: str, kv: Mapping[str, float] | None = None
+    ) -> None:
         self._constant = constant
         self._values = values
+        self._kv = kv or {}
         self._missing: list[str] = []
         self.note = note
+        self.explicit = False
+        """Whether the manifest itself says where the scales come from; else a source's own are carried over."""
 
     @classmethod
     def none(cls) -> Self:
@@ -32,12 +42,19 @@ class InputScales:
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Self:
         """As activations.input_scale says. UsageError where the format needs a scale and none is given."""
+        scales = cls._given(manifest)
+        scales.explicit = "input_scale" in manifest.activations.model_fields_set
+        return scales
+
+    @classmethod
+    def _given(cls, manifest: Manifest) -> Self:
         given = manifest.activations.input_scale
         if isinstance(given, FromCheckpoint):
             catalogue = open_checkpoint(Path(given.path))
-            values = read_input_scales(catalogue)
-            digest = ",".join(f"{module}={value!r}" for module, value in sorted(values.items()))
-            return cls(None, values, f"from another checkpoint: {len(values)} scales {hash_text(digest)}")
+            values, kv = read_input_scales(catalogue), read_kv_scales(catalogue)
+            digest = ",".join(f"{module}={value!r}" for module, value in sorted([*values.items(), *kv.items()]))
+            note = f"from another checkpoint: {len(values)} scales {hash_text(digest)}"
+            return cls(None, values, note, kv)
         if given is None:
             raise UsageError(
                 "NVFP4 with activations needs an input_scale",
@@ -48,13 +65,34 @@ class InputScales:
             raise ManifestError("calibration is not part of this version", where="activations.calibrate")
         return cls(given, {}, f"constant {given!r}")
 
-    def of_group(self, modules: Sequence[str]) -> float:
+    def of_group(self, modules: Sequence[str], number: str = "nvfp4") -> float:
         """The scale that the fused group shares; a module without one is remembered for `refuse_missing`."""
         if self._constant is not None:
             return self._constant
-        found = [self._values[module] for module in modules if module in self._values]
+        found = [self._values[module].under(number) for module in modules if module in self._values]
         self._missing += [module for module in modules if module not in self._values]
         return max(found, default=1.0)
+
+    def kv_scales(self, manifest: Manifest, catalogue: Catalogue) -> Iterator[tuple[str, float]]:
+        """(tensor, value) of the KV-cache scales that `kv_cache: fp8` adds; none where the source has them already.
+
+        SourceError where the other checkpoint has none, or has them for other modules than the source's.
+        """
+        if manifest.kv_cache is None or any(name.endswith(KV_SUFFIXES) for name in catalogue.tensors):
+            return
+        place = "activations.input_scale.from"
+        if not self._kv:
+            raise SourceError(
+                "kv_cache: fp8 needs k_scale and v_scale tensors, and there are none",
+                where=place,
+                hint="name a checkpoint of this model that holds them, or delete kv_cache",
+            )
+        for name, value in self._kv.items():
+            if f"{name.rpartition('.')[0]}.weight" not in catalogue.tensors:
+                raise SourceError(
+                    f"holds {name}, and the source has no such module", where=place, hint="it is of another model"
+                )
+            yield name, value
 
     def refuse_missing(self) -> None:
         """SourceError naming the modules for which the other checkpoint has no scale."""
@@ -74,32 +112,62 @@ def hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_input_scales(catalogue: Catalogue) -> dict[str, float]:
-    """Module -> input_scale of an NVFP4 checkpoint (modelopt: as stored; compressed-tensors: reciprocal).
+class Activation(NamedTuple):
+    """An activation scale as stored, and for which format."""
+
+    value: float
+    number: str
+
+    def under(self, number: str) -> float:
+        """The scale of the same amax for a layer in another format."""
+        return self.value * _AMAX[self.number] / _AMAX[number] if number != self.number else self.value
+
+
+_AMAX: Final = {"nvfp4": 6.0 * 448.0, "fp8": 448.0}
+"""amax in units of the scale."""
+KV_SUFFIXES: Final = (".k_scale", ".v_scale")
+
+
+def _scalar(catalogue: Catalogue, tensor: TensorInfo, what: str) -> float:
+    """A stored F32 scalar. SourceError unless it is finite and positive."""
+    if tensor.dtype != "F32" or tensor.nbytes != 4:
+        raise SourceError(
+            f"is {tensor.dtype} {list(tensor.shape)}, expected one F32",
+            where=f"{tensor.file}: {tensor.name}",
+            hint="not a checkpoint as modelopt or compressed-tensors write it",
+        )
+    with (catalogue.root / tensor.file).open("rb") as handle:
+        handle.seek(tensor.begin)
+        value = float(struct.unpack("<f", handle.read(4))[0])
+    if not (math.isfinite(value) and value > 0):
+        raise SourceError(
+            f"{what} is {value!r}",
+            where=f"{tensor.file}: {tensor.name}",
+            hint="its calibration failed; scales must be finite and positive",
+        )
+    return value
+
+
+def read_input_scales(catalogue: Catalogue) -> dict[str, Activation]:
+    """Module -> activation scale of a checkpoint (modelopt: as stored; compressed-tensors: reciprocal).
 
     SourceError on a scale that is not a finite positive F32.
     """
-    values: dict[str, float] = {}
+    values: dict[str, Activation] = {}
     suffixes = ((".input_scale", False), ("_input_scale", False), (".input_global_scale", True))
     for tensor in catalogue.tensors.values():
         for suffix, reciprocal in suffixes:
-            if not tensor.name.endswith(suffix):
-                continue
-            if tensor.dtype != "F32" or tensor.nbytes != 4:
-                raise SourceError(
-                    f"is {tensor.dtype} {list(tensor.shape)}, expected one F32",
-                    where=f"{tensor.file}: {tensor.name}",
-                    hint="not an NVFP4 checkpoint as modelopt or compressed-tensors write it",
-                )
-            with (catalogue.root / tensor.file).open("rb") as handle:
-                handle.seek(tensor.begin)
-                value = float(struct.unpack("<f", handle.read(4))[0])
-            if not (math.isfinite(value) and value > 0):
-                raise SourceError(
-                    f"activation scale is {value!r}",
-                    where=f"{tensor.file}: {tensor.name}",
-                    hint="its calibration failed; scales must be finite and positive",
-                )
-            values[tensor.name.removesuffix(suffix)] = 1.0 / value if reciprocal else value
-            break
+            if tensor.name.endswith(suffix):
+                value = _scalar(catalogue, tensor, "activation scale")
+                module = tensor.name.removesuffix(suffix)
+                weight = catalogue.tensors.get(f"{module}.weight")
+                number = "fp8" if weight is not None and weight.dtype == "F8_E4M3" else "nvfp4"
+                values[module] = Activation(1.0 / value if reciprocal else value, number)
+                break
     return values
+
+
+def read_kv_scales(catalogue: Catalogue) -> dict[str, float]:
+    """Tensor name -> value of the KV-cache scales of a checkpoint."""
+    found = (tensor for tensor in catalogue.tensors.values() if tensor.name.endswith(KV_SUFFIXES))
+    return {tensor.name: _scalar(catalogue, tensor, "KV-cache scale") for tensor in found}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from requant.convert.checkpoint import Catalogue
+from requant.convert.input_scales import KV_SUFFIXES
 from requant.convert.layouts.reading import PLAIN_DTYPES
+from requant.convert.layouts.writing import FP8_BLOCK, Form
 from requant.convert.plan import Plan
 
 __all__ = ["exclude_modules", "index_json", "metadata_files"]
@@ -31,7 +33,7 @@ def producer() -> dict[str, str]:
 
 def metadata_files(plan: Plan) -> dict[str, dict[str, Any]]:
     """File name -> JSON content of every metadata file of the output."""
-    if not plan.converted:
+    if not plan.groups:
         return _unconverted(plan)
     config = copy.deepcopy(dict(plan.catalogue.config))
     source_quant = dict(plan.catalogue.quantization_config)
@@ -40,10 +42,16 @@ def metadata_files(plan: Plan) -> dict[str, dict[str, Any]]:
     if isinstance(text, dict):
         text.pop("quantization_config", None)  # pyright: ignore[reportUnknownMemberType]
     files: dict[str, dict[str, Any]] = {}
-    if plan.layout == "deepseek-v4":
+    if not plan.converted:
+        config.pop("expert_dtype", None)  # DeepSeek-V4: says that experts are FP4, and nothing is any more
+    elif plan.layout == "deepseek-v4":
         config["quantization_config"], files["hf_quant_config.json"] = _deepseek_v4(plan, source_quant)
     elif plan.manifest.target.layout == "compressed-tensors":
         config["quantization_config"] = _compressed_tensors(plan)
+    elif plan.manifest.target.layout == "deepseek-v3":
+        config["quantization_config"] = _deepseek_v3(plan)
+    elif len(formats_of(plan)) > 1:
+        config["quantization_config"], files["hf_quant_config.json"] = _mixed_formats(plan)
     elif plan.layout == "compressed-tensors" and _is_mixed(plan):
         config["quantization_config"], files["hf_quant_config.json"] = _mixed_experts(plan)
     else:
@@ -119,25 +127,90 @@ def exclude_modules(plain: Iterable[str], converted: Iterable[str]) -> list[str]
     return sorted(names)
 
 
+def formats_of(plan: Plan) -> dict[str, list[Form]]:
+    """The forms in the output by quantized format; one list per format, in the plan's order."""
+    found: dict[str, list[Form]] = {}
+    for unit in plan.groups:
+        for member in unit.members:
+            if member.form.number != "bf16":
+                found.setdefault(member.form.number, []).append(member.form)
+    return found
+
+
+def kv_algo(plan: Plan) -> str | None:
+    """FP8 where the output holds KV-cache scales, or what the source said of its own; None without scales."""
+    if not any(tensor.name.endswith(KV_SUFFIXES) for tensor in plan.tensors):
+        return None
+    inner: Any = (plan.catalogue.hf_quant_config or {}).get("quantization")
+    stated: Any = cast("dict[str, Any]", inner).get("kv_cache_quant_algo") if isinstance(inner, dict) else None
+    return str(stated) if stated else "FP8"
+
+
+_FP8_KV: Final = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
 def _weights(group: int) -> dict[str, Any]:
     return {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
+
+
+def _group_of(number: str, with_input: bool, targets: list[str]) -> dict[str, Any]:
+    """One of modelopt's config groups."""
+    weights = _weights(16) if number == "nvfp4" else {"dynamic": False, "num_bits": 8, "type": "float"}
+    group: dict[str, Any] = {"weights": weights, "targets": targets}
+    return {"input_activations": dict(weights), **group} if with_input else group
 
 
 def _modelopt(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
     """modelopt 0.47's two forms of the same statement."""
     ignore = exclude_modules(plain_modules(plan), plan.converted)
-    algo = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4"}[plan.target_format]
-    nested: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": None}
+    kv = kv_algo(plan)
+    per_channel = plan.target_format == "fp8" and any(f.block[0] == 1 for f in formats_of(plan)["fp8"])
+    names = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4", "fp8": "FP8"}
+    algo = "FP8_PER_CHANNEL_PER_TOKEN" if per_channel else names[plan.target_format]
+    nested: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": kv}
     flat: dict[str, Any] = {}
-    if algo != "mxfp4":
+    if "NVFP4" in algo:
         nested["group_size"] = 16
-        group: dict[str, Any] = {"weights": _weights(16), "targets": ["Linear"]}
-        if algo == "NVFP4":
-            group = {"input_activations": _weights(16), **group}
-        flat["config_groups"] = {"group_0": group}
+        flat["config_groups"] = {"group_0": _group_of("nvfp4", algo == "NVFP4", ["Linear"])}
+    elif algo == "FP8":
+        flat["config_groups"] = {"group_0": _group_of("fp8", True, ["Linear"])}
     nested["exclude_modules"] = ignore
+    if kv:
+        flat["kv_cache_scheme"] = dict(_FP8_KV) if kv == "FP8" else kv
     flat |= {"ignore": ignore, "quant_algo": algo, "producer": producer(), "quant_method": "modelopt"}
     return flat, {"producer": producer(), "quantization": nested}
+
+
+def _mixed_formats(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """modelopt's MIXED_PRECISION: every quantized module by name; what is not named is plain."""
+    number_of = {m.module: m.form.number for u in plan.groups for m in u.members if m.form.number != "bf16"}
+    entries: dict[str, dict[str, Any]] = {
+        "fp8": {"quant_algo": "FP8"},
+        "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},
+    }
+    layers = {module: dict(entries[number]) for module, number in number_of.items()}
+    groups = {
+        f"group_{index}": _group_of(number, True, sorted(m for m, n in number_of.items() if n == number))
+        for index, number in enumerate(n for n in entries if n in number_of.values())
+    }
+    kv = kv_algo(plan)
+    flat: dict[str, Any] = {"config_groups": groups, "quantized_layers": layers, "ignore": []}
+    if kv:
+        flat["kv_cache_scheme"] = dict(_FP8_KV) if kv == "FP8" else kv
+    flat |= {"quant_algo": "MIXED_PRECISION", "producer": producer(), "quant_method": "modelopt"}
+    nested = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv, "quantized_layers": layers}
+    return flat, {"producer": producer(), "quantization": nested}
+
+
+def _deepseek_v3(plan: Plan) -> dict[str, Any]:
+    """Fine-grained FP8 as vLLM, SGLang and transformers read it; modules left plain by name, as transformers lists."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(FP8_BLOCK),
+        "modules_to_not_convert": [m for m in plain_modules(plan) if not m.endswith("embed_tokens")],
+    }
 
 
 def expert_modules(converted: Iterable[str]) -> list[str]:
@@ -227,19 +300,10 @@ def _mixed_experts(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _compressed_tensors(plan: Plan) -> dict[str, Any]:
-    """compressed-tensors 0.20: nvfp4-pack-quantized and mxfp4-pack-quantized."""
-    nvfp4 = plan.target_format != "mxfp4"
-    kind = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
-    weights: dict[str, Any] = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group" if nvfp4 else "group",
-        "group_size": 16 if nvfp4 else 32,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
-    }
-    activations = {**weights, "dynamic": "local"} if plan.target_format == "nvfp4" else None
+    """compressed-tensors 0.20: nvfp4-pack-quantized, mxfp4-pack-quantized, float-quantized."""
+    (number, forms), *_ = formats_of(plan).items()
+    kind, weights, activations = _ct_fp8(forms[0]) if number == "fp8" else _ct_fp4(plan, number)
+    kv = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -255,5 +319,42 @@ def _compressed_tensors(plan: Plan) -> dict[str, Any]:
             }
         },
         "ignore": [m for m in plain_modules(plan) if not m.endswith("embed_tokens")],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv if kv_algo(plan) else None,
     }
+
+
+def _ct_fp4(plan: Plan, number: str) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    nvfp4 = number == "nvfp4"
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": 16 if nvfp4 else 32,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+    activations = {**weights, "dynamic": "local"} if plan.target_format == "nvfp4" else None
+    return f"{number}-pack-quantized", weights, activations
+
+
+def _ct_fp8(form: Form) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Weights per tensor, channel or block; activations scaled anew for every token."""
+    grain = {1: "channel", form.rows: "tensor"}.get(form.block[0], "block")
+    weights: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": grain,
+        "symmetric": True,
+        "dynamic": False,
+        **({"block_structure": list(form.block)} if grain == "block" else {}),
+    }
+    activations: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": {"tensor": "tensor", "channel": "token"}.get(grain, "group"),
+        "symmetric": True,
+        "dynamic": True,
+        **({"group_size": form.block[1]} if grain == "block" else {}),
+    }
+    return "float-quantized", weights, activations

@@ -99,10 +99,8 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
 def _refuse_unbuilt(manifest: Manifest) -> None:
     """What the schema can say and this version cannot do is refused, never ignored."""
     faults = {
-        "target.format": manifest.target.format in ("fp8", "bf16"),
-        "kv_cache": manifest.kv_cache is not None,
         "activations.calibrate": manifest.activations.calibrate is not None,
-        "execute.stream": manifest.execute.stream,
+        "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
         "execute.device": manifest.execute.device == "cuda",
     }
     for where, unbuilt in faults.items():
@@ -161,6 +159,20 @@ def fetch_source(job: Job) -> Job:
     return replace(job, plan=replace(job.plan, catalogue=fetched))
 
 
+def _streamed(job: Job, inner: Engine) -> tuple[Job, Engine]:
+    """The job over a source with holes, and the engine that fills them window by window."""
+    from requant.convert.stream import StreamEngine, streamed_source, window_budget
+
+    if job.remote is None:
+        raise EnvironmentFault(
+            "a streamed source is fetched while it is converted, and offline mode is on",
+            where="execute.stream",
+            hint="unset HF_HUB_OFFLINE, or set execute.stream: false if the cache holds the source",
+        )
+    engine = StreamEngine(job.remote, inner, window_budget(job.plan))
+    return replace(job, plan=streamed_source(job.plan, job.remote)), engine
+
+
 def check_source_unchanged(job: Job) -> None:
     """LockError if an unfinished output was begun from other source files (size, time or header)."""
     path = partial_of(job.plan.output) / ".requant" / "lock.json"
@@ -185,7 +197,10 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
     if not force:
         check_source_unchanged(job)
     engine = engine_of(job.plan)
-    job = fetch_source(job)
+    if job.manifest.execute.stream:
+        job, engine = _streamed(job, engine)
+    else:
+        job = fetch_source(job)
     lock = lock_of(job)
 
     def finish(folder: Path, result: RunResult) -> None:

@@ -13,18 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from requant.convert.checkpoint import Catalogue
+from requant.convert.conversions import Conversion, is_copy, settle
+from requant.convert.decode import code_rows, scale_rows, source_nbytes
 from requant.convert.input_scales import InputScales
-from requant.convert.layouts.base import ReadingLayout, Rows, SourceWeight
-from requant.convert.layouts.writing import Leaf, Part, fuse_key, leaf_of, parts_of
+from requant.convert.layouts.base import Rows, SourceWeight
+from requant.convert.layouts.layout import Layout
+from requant.convert.layouts.writing import Form, Leaf, Part, fuse_key, leaf_of, parts_of
 from requant.convert.placement import OutShard, OutTensor, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
+from requant.convert.scalars import turned_over
 from requant.convert.shards import DTYPE_BITS, TensorInfo
-from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
-from requant.manifests.schema import LayerRule, Manifest
+from requant.manifests.schema import Manifest
 
 __all__ = ["CopyUnit", "GroupUnit", "Member", "OutShard", "OutTensor", "Piece", "Plan", "Unit", "make_plan"]
 
@@ -33,31 +36,41 @@ COPY_BATCH_BYTES: Final = 64 * 2**20
 COPY_BATCH_PIECES: Final = 256
 
 
-CONVERSIONS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
-    ("mxfp4", "nvfp4"): ("lossless",),
-    ("plain", "mxfp4"): ("nearest",),
-    ("plain", "nvfp4"): ("nearest", "four-over-six", "mse"),
-}
-"""(source format, target format) -> the scale choices there are."""
-
-
 class Member(NamedTuple):
-    """One weight of a fused group. out_*: indices of output tensors. transposed: experts of a stacked layout, or 0."""
+    """One output weight of a fused group: rows start, start + step, ... of a source weight, in a form.
+
+    out_*: indices of output tensors. out_input: only where the source's own activation scale is carried over.
+    """
 
     module: str
-    rows: int
-    cols: int
-    codes: Rows
-    scales: Rows | None
+    form: Form
+    weight: SourceWeight
+    start: int
+    step: int
     out_codes: int
-    out_scales: int
+    out_scales: int | None
     out_global: int | None
-    reciprocal: bool
-    transposed: int
+    out_input: int | None = None
+
+    @property
+    def codes(self) -> Rows:
+        """Its rows of the source tensor of codes, or values."""
+        return code_rows(self.weight, self.start, self.step, self.form.rows)
+
+    @property
+    def scales(self) -> Rows | None:
+        """Its rows of an FP4 source's block scales."""
+        return scale_rows(self.weight, self.start, self.step, self.form.rows)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Indices of all tensors it writes."""
+        outs = (self.out_codes, self.out_scales, self.out_global, self.out_input)
+        return tuple(out for out in outs if out is not None)
 
 
 class GroupUnit(NamedTuple):
-    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `to-mxfp4` or `to-nvfp4` (from floats)."""
+    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `relayout` (FP4 as it is), `encode` (from floats)."""
 
     kind: str
     scale: str
@@ -127,7 +140,7 @@ class Plan:
         for source in self.catalogue.shards:
             digest.update(f"{source.file} {source.size} {source.header_sha256}\n".encode())
         for rule in self.manifest.layers:
-            digest.update(f"{rule.match} {rule.to} {rule.scale}\n".encode())
+            digest.update(f"{rule.match} {rule.to} {rule.scale} {rule.granularity}\n".encode())
         digest.update(f"{self.layout} {len(self.units)} {self.input_scale_note}\n".encode())
         return digest.hexdigest()
 
@@ -168,31 +181,34 @@ class _Builder:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
         members: list[Member] = []
         nbytes = 0
-        with_input = False
-        for module, _, form, codes, planes, _ in parts:
+        own = kind == "relayout" and not scales.explicit
+        for module, _, form, weight, start, step, _ in parts:
+            carried = form.input_scale if own and weight.input is not None else None
             members.append(
                 Member(
                     module=module,
-                    rows=form.rows,
-                    cols=form.cols,
-                    codes=codes,
-                    scales=planes,
+                    form=form,
+                    weight=weight,
+                    start=start,
+                    step=step,
                     out_codes=self.add(module, form.codes),
-                    out_scales=self.add(module, form.scales),
+                    out_scales=self.add(module, form.scales) if form.scales else None,
                     out_global=self.add(module, form.global_scale) if form.global_scale else None,
-                    reciprocal=form.reciprocal,
-                    transposed=form.transposed,
+                    out_input=self.add(module, carried) if carried else None,
                 )
             )
-            nbytes += codes.nbytes + (planes.nbytes if planes else 0)
-            with_input = with_input or form.input_scale is not None
+            nbytes += source_nbytes(weight, form.rows)
         self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes))
-        value = scales.of_group([part.module for part in parts]) if with_input else None
-        for module, _, form, _, _, bias in parts:
-            if form.input_scale and value is not None:
-                self.piece(self.add(module, form.input_scale), _scalar(1.0 / value if form.reciprocal else value))
-            if bias:
-                self.piece(self.add(module, bias.leaf), bias.source)
+        open_ones = [part for part, member in zip(parts, members, strict=True) if member.out_input is None]
+        with_input = [part for part in open_ones if part.form.input_scale is not None]
+        if with_input:
+            value = scales.of_group([part.module for part in with_input], with_input[0].form.number)
+            for module, _, form, *_ in with_input:
+                if form.input_scale is not None:
+                    self.piece(self.add(module, form.input_scale), _scalar(value, form.reciprocal))
+        for part in parts:
+            if part.bias:
+                self.piece(self.add(part.module, part.bias.leaf), part.bias.source)
 
     def refuse_twins(self) -> None:
         """UsageError if two origins would write one tensor."""
@@ -219,35 +235,37 @@ class _Builder:
                     yield out, "activations.input_scale" if isinstance(tensor, bytes) else tensor.name
             else:
                 for member in unit.members:
-                    for out in (member.out_codes, member.out_scales, member.out_global):
-                        if out is not None:
-                            yield out, member.codes.tensor.name
+                    for out in member.outputs:
+                        yield out, member.weight.codes.name
 
 
 @lru_cache(maxsize=256)  # one constant, as a rule
-def _scalar(value: float) -> bytes:
-    """A float as F32."""
-    return struct.pack("<f", value)
+def _scalar(value: float, reciprocal: bool) -> bytes:
+    """A float as F32, turned over if need be."""
+    if not reciprocal:
+        return struct.pack("<f", value)
+    import numpy as np
+
+    return struct.pack("<f", float(turned_over(np.float32(value))))
 
 
-def make_plan(
-    manifest: Manifest, catalogue: Catalogue, layout: ReadingLayout, layout_reason: str, output: Path
-) -> Plan:
+def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_reason: str, output: Path) -> Plan:
     """Plan the conversion of `catalogue`. ManifestError, UsageError or SourceError; nothing is written."""
     weights = list(layout.weights(catalogue))
     owners = {t.name: weight for weight in weights for t in weight.tensors}
     decisions = decide(manifest.layers, catalogue, owners)
-    target = "nvfp4" if manifest.target.format.startswith("nvfp4") else manifest.target.format
-    with_input = manifest.target.format == "nvfp4"
-    converting = _check_conversions(manifest, layout.name, weights, decisions, target)
-    refuse_idle(manifest.layers, decisions, (weight.module for weight in converting))
+    with_input = manifest.target.format in ("nvfp4", "fp8")
+    converting = {c.weight.module: c for c in settle(manifest, layout.name, catalogue, weights, decisions)}
+    refuse_idle(manifest.layers, decisions, (module for module, c in converting.items() if not is_copy(c)))
     _refuse_unclaimed(catalogue, owners, decisions, layout.name)
     scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
-    by_group: dict[str, list[SourceWeight]] = {}
-    mates: dict[str, list[SourceWeight]] = {}
-    for weight in converting:
-        mates[weight.module] = by_group.setdefault(fuse_key(weight.module), [])
-        mates[weight.module].append(weight)
+    by_group: dict[str, list[Conversion]] = {}
+    mates: dict[str, list[Conversion]] = {}
+    for conversion in converting.values():
+        if not is_copy(conversion):
+            key = fuse_key(conversion.weight.module)
+            mates[conversion.weight.module] = by_group.setdefault(key, [])
+            mates[conversion.weight.module].append(conversion)
     uses = [RuleUse() for _ in manifest.layers]
     builder, dropped, converted = _Builder(), list[str](), list[str]()
     for tensor in _in_file_order(catalogue):
@@ -264,20 +282,21 @@ def make_plan(
                 uses[decision.rule].bytes_out += tensor.nbytes
         elif members:  # the first tensor of its fused group, which takes this place
             groups: dict[str, list[Part]] = {}
-            choices: dict[str, tuple[str, str]] = {}
+            kinds: dict[str, tuple[str, str]] = {}
             for member in members:
-                rule = decisions[member.module].rule
-                choice = (member.format, manifest.layers[rule].scale)
-                for part in parts_of(member, target, manifest.target.layout, with_input):
-                    _refuse_mixed(part.group, choice, choices.setdefault(part.group, choice))
+                grain, kind = member.granularity, (_kind(member), member.scale)
+                for part in parts_of(member.weight, member.target, manifest.target.layout, with_input, grain):
+                    _refuse_mixed(part.group, kind, kinds.setdefault(part.group, kind))
                     groups.setdefault(part.group, []).append(part)
-                    uses[rule].bytes_out += part.form.codes.nbytes + part.form.scales.nbytes
-                    converted.append(part.module)
+                    form = part.form
+                    uses[member.rule].bytes_out += form.codes.nbytes + (form.scales.nbytes if form.scales else 0)
+                    if member.target != "bf16":
+                        converted.append(part.module)
             members.clear()
             for group, parts in groups.items():
-                source_format, scale = choices[group]
-                kind = "repack" if source_format == "mxfp4" else f"to-{target}"
-                builder.group(kind, scale, parts, scales)
+                builder.group(*kinds[group], parts, scales)
+    for name, value in scales.kv_scales(manifest, catalogue):
+        builder.piece(builder.add(name, leaf_of("", "F32", ())), struct.pack("<f", value))
     builder.flush()
     builder.refuse_twins()
     scales.refuse_missing()
@@ -299,77 +318,8 @@ def make_plan(
     )
 
 
-def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:
-    for shard in catalogue.shards:
-        yield from sorted(shard.tensors, key=lambda t: t.begin)
-
-
-def _check_conversions(
-    manifest: Manifest,
-    layout: str,
-    weights: Iterable[SourceWeight],
-    decisions: dict[str, Decision],
-    target: str,
-) -> list[SourceWeight]:
-    """The weights to convert, after refusing what cannot be converted and what would mix formats unreadably."""
-    converting: list[SourceWeight] = []
-    group = NumberFormat(target).group
-    for weight in weights:
-        decision = decisions[weight.module]
-        if decision.to == "drop":
-            continue
-        if decision.to == "keep":
-            _refuse_kept_packed(weight, layout, target)
-            continue
-        rule = manifest.layers[decision.rule]
-        if decision.to != target:
-            raise UsageError(
-                f"the rule says {decision.to}, target.format says {manifest.target.format}",
-                where=_place(decision.rule, rule, weight),
-                hint="one checkpoint holds one target format here: change one of the two",
-            )
-        if rule.scale not in CONVERSIONS.get((weight.format, target), ()):
-            _refuse_unsupported(weight, target, rule.scale, _place(decision.rule, rule, weight))
-        if weight.cols % group:
-            if rule.match == weight.module:
-                raise UsageError(
-                    f"K = {weight.cols} is not a multiple of {group}, the group of {target}",
-                    where=_place(decision.rule, rule, weight),
-                    hint="keep this layer, or choose a format whose group divides K",
-                )
-            decisions[weight.module] = Decision("keep", decision.rule, f"K is not a multiple of {group}: kept plain")
-            continue
-        converting.append(weight)
-    if layout == "deepseek-v4" and manifest.target.layout != "modelopt":
-        raise UsageError(
-            f"target.layout {manifest.target.layout} cannot hold DeepSeek-V4's FP8 blocks",
-            where="target.layout",
-            hint="use layout modelopt: it writes the DeepSeek-V4 hybrid that vLLM and SGLang load",
-        )
-    return converting
-
-
-def _place(index: int, rule: LayerRule, weight: SourceWeight) -> str:
-    return f"layers.{index} (match: {rule.match}): {weight.module}"
-
-
-def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> NoReturn:
-    choices = CONVERSIONS.get((weight.format, target))
-    if choices is None:
-        raise UsageError(
-            f"{weight.format} -> {target} is not a conversion this version makes",
-            where=where,
-            hint="it makes MXFP4 -> NVFP4, and both of them from BF16, F16 or F32; keep this layer, or narrow the rule",
-        )
-    raise UsageError(
-        f"scale: {scale} is not available for {weight.format} -> {target}",
-        where=where,
-        hint=f"use scale: {' or '.join(choices)}",
-    )
-
-
 def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> None:
-    """Weights that a runtime fuses must come from one format by one choice of scales."""
+    """Weights that share a global scale must be made in one way."""
     if one != other:
         raise UsageError(
             f"its members differ: {' with scale '.join(one)} and {' with scale '.join(other)}",
@@ -378,14 +328,17 @@ def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> N
         )
 
 
-def _refuse_kept_packed(weight: SourceWeight, layout: str, target: str) -> None:
-    """Outside the DeepSeek-V4 hybrid no target metadata can say `these layers are still MXFP4`."""
-    if weight.format == "mxfp4" and layout != "deepseek-v4":
-        raise UsageError(
-            f"would stay MXFP4 in a {target} checkpoint, which its metadata cannot express",
-            where=weight.module,
-            hint="convert all packed weights: let a rule with `to: nvfp4` match this module",
-        )
+def _kind(conversion: Conversion) -> str:
+    """How a unit of it is done."""
+    source, target = conversion.weight.format, conversion.target
+    if (source, target) == ("mxfp4", "nvfp4"):
+        return "repack"
+    return "relayout" if source == target and source in ("mxfp4", "nvfp4") else "encode"
+
+
+def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:
+    for shard in catalogue.shards:
+        yield from sorted(shard.tensors, key=lambda t: t.begin)
 
 
 _PACKED_DTYPES: Final = {"F4", "U8", "I8", *(dtype for dtype in DTYPE_BITS if dtype.startswith("F8_"))}

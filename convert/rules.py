@@ -2,17 +2,19 @@
 
 The first rule whose pattern fits a module's whole name decides. A rule that converts is honoured for weights; the
 module's other tensors (biases, norms, routers' corrections) are kept. A pattern with wildcards does not reach the parts
-that experts leave alone whatever the format (embeddings, heads, routers, vision towers, draft layers); naming such a
-module in full does. Packed weights of the producer's own choice are exempt from that protection.
+that experts leave alone whatever the format (embeddings, heads, routers, vision towers, draft layers): plain ones are
+kept, FP8 and integer ones become BF16, which every runtime reads; naming such a module in full converts it. FP4 weights
+of the producer's own choice are exempt from that protection.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import SourceWeight
@@ -21,6 +23,8 @@ from requant.manifests.match import compile_match
 from requant.manifests.schema import LayerRule
 
 __all__ = ["PROTECTED", "Decision", "RuleUse", "decide", "refuse_idle"]
+
+DRAFT: Final = "draft (MTP) layer"
 
 PROTECTED: Final[tuple[tuple[str, str], ...]] = (
     ("*embed_tokens", "embedding"),
@@ -42,11 +46,27 @@ PROTECTED: Final[tuple[tuple[str, str], ...]] = (
     ("*audio*", "audio tower"),
     ("*mm_projector*", "multimodal projector"),
     ("*multi_modal_projector*", "multimodal projector"),
-    ("mtp.*", "draft (MTP) layer"),
-    ("*.mtp.*", "draft (MTP) layer"),
+    ("mtp.*", DRAFT),
+    ("*.mtp.*", DRAFT),
     ("*conv1d", "state-space part"),
+    ("*.x_proj", "state-space part"),
+    ("*.dt_proj", "state-space part"),
+    ("*.linear_attn.in_proj_a", "gate of linear attention"),
+    ("*.linear_attn.in_proj_b", "gate of linear attention"),
+    ("*.linear_attn.in_proj_ba", "gate of linear attention"),
+    ("*.kv_a_proj_with_mqa", "low-rank projection of MLA"),
+    ("*.q_a_proj", "low-rank projection of MLA"),
+    ("*.q_b_proj", "low-rank projection of MLA"),
+    ("*.kv_b_proj", "low-rank projection of MLA"),
+    ("*.embed_vision*", "vision tower"),
 )
-"""Modules that a wildcard leaves alone, with the reason that `plan` prints."""
+"""Modules that a wildcard leaves alone, with the reason that `plan` prints: those that nvidia's published NVFP4
+checkpoints of these families leave plain (DeepSeek-V3.1, Kimi-K2.6, Qwen3.6, Gemma-4). Shared experts are converted."""
+
+PRODUCERS_OWN: Final = frozenset({"mxfp4", "nvfp4"})
+"""Formats in which a weight stands because its producer chose FP4 for it: converting it anew protects nothing."""
+
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +108,7 @@ def decide(rules: Sequence[LayerRule], catalogue: Catalogue, owners: Mapping[str
     """
     matchers = [compile_match(rule.match) for rule in rules]
     protected = [(compile_match(pattern), reason) for pattern, reason in PROTECTED]
+    protected.append((_draft_layers(catalogue), DRAFT))
     stacked = {module_of(t.name) for t in catalogue.tensors.values() if len(t.shape) > 2 and t.name not in owners}
     used = [False] * len(rules)
     plain = [Decision(rule.to, index) for index, rule in enumerate(rules)]  # shared: modules outnumber them by far
@@ -100,33 +121,51 @@ def decide(rules: Sequence[LayerRule], catalogue: Catalogue, owners: Mapping[str
         chosen = next((index for index, matches in enumerate(matchers) if matches(module)), -1)
         if chosen >= 0:
             used[chosen] = True
-        note = _reason_to_keep(rules, chosen, weight, module, protected, module in stacked)
-        decisions[module] = Decision("keep", chosen, note) if note else plain[chosen]
+        override = _override(rules, chosen, weight, module, protected, module in stacked)
+        decisions[module] = override or plain[chosen]
     _refuse_unused(rules, used, matchers, list(decisions))
     return decisions
 
 
-def _reason_to_keep(
+def _override(
     rules: Sequence[LayerRule],
     chosen: int,
     weight: SourceWeight | None,
     module: str,
     protected: Sequence[tuple[Callable[[str], bool], str]],
     stacked: bool,
-) -> str:
-    """Why a module is kept although no rule, or a rule that converts, speaks of it; empty where the rule is obeyed."""
+) -> Decision | None:
+    """What becomes of a module against its rule's word, or without a rule; None where the rule is obeyed."""
     if chosen < 0:
-        return "no rule matches: kept"
+        return Decision("keep", -1, "no rule matches: kept")
     rule = rules[chosen]
     if rule.to in ("keep", "drop"):
-        return ""
+        return None
     if weight is None:
-        return "stacked weights without scales: kept" if stacked else "not a weight: kept"
-    if weight.format == "plain" and _has_wildcard(rule.match):
-        for matches, reason in protected:
-            if matches(module):
-                return f"{reason}: kept (name it in full to convert it)"
-    return ""
+        return Decision("keep", chosen, "stacked weights without scales: kept" if stacked else "not a weight: kept")
+    if weight.format in PRODUCERS_OWN or not _has_wildcard(rule.match):
+        return None
+    for matches, reason in protected:
+        if matches(module):
+            if weight.format == "plain":
+                return Decision("keep", chosen, f"{reason}: kept (name it in full to convert it)")
+            if rule.to != "bf16":
+                return Decision("bf16", chosen, f"{reason}: made BF16 (name it in full to convert it)")
+    return None
+
+
+def _draft_layers(catalogue: Catalogue) -> Callable[[str], bool]:
+    """Whether a module lies in a layer past the last one that the config counts: a draft (MTP) layer, as DeepSeek-V3
+    and GLM store it."""
+    text = catalogue.config.get("text_config")
+    place = cast("Mapping[str, object]", text) if isinstance(text, dict) else catalogue.config
+    count = place.get("num_hidden_layers")
+
+    def beyond(module: str) -> bool:
+        layer = _LAYER.search(module)
+        return layer is not None and isinstance(count, int) and int(layer[1]) >= count
+
+    return beyond
 
 
 def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], converting: Iterable[str]) -> None:

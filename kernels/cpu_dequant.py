@@ -53,9 +53,18 @@ def dequantize(weight: PackedTensor, out: Out) -> None:
         dequantize_mxfp4(weight.codes, weight.block_scales, out)
 
 
-def dequantize_nvfp4(codes: Bytes, scales: Bytes, global_scale: np.float32, out: Out) -> None:
-    """codes [N, K/2], E4M3 bytes [N, K/16] -> out [N, K], float32 or uint16 (BF16 bits). ValueError for shapes."""
-    _decode(codes, scales, NumberFormat.NVFP4, np.float32(global_scale), out)
+def dequantize_nvfp4(
+    codes: Bytes, scales: Bytes, global_scale: np.float32, out: Out, *, reciprocal: bool = False
+) -> None:
+    """codes [N, K/2], E4M3 bytes [N, K/16] -> out [N, K], float32 or uint16 (BF16 bits). ValueError for shapes.
+
+    reciprocal: global_scale is compressed-tensors' 1/s2; block scales are divided by it first, as that library does.
+    """
+    if reciprocal:
+        table = (E4M3_VALUES / np.float32(global_scale)).astype(np.float32)
+        _decode(codes, scales, NumberFormat.NVFP4, np.float32(1.0), out, table)
+    else:
+        _decode(codes, scales, NumberFormat.NVFP4, np.float32(global_scale), out)
 
 
 def dequantize_mxfp4(codes: Bytes, scales: Bytes, out: Out) -> None:
@@ -85,14 +94,22 @@ def dequantize_fp8_block(
     _fp8_block(_ready(values), np.require(grid, np.float32, ["C", "A"]), high, wide, first_row, *_targets(out))
 
 
-def _decode(codes: Bytes, scales: Bytes, number: NumberFormat, factor: np.float32, out: Out) -> None:
+def _decode(
+    codes: Bytes,
+    scales: Bytes,
+    number: NumberFormat,
+    factor: np.float32,
+    out: Out,
+    table: NDArray[np.float32] | None = None,
+) -> None:
     rows, half_k = codes.shape
     if 2 * half_k % number.group or scales.shape != (rows, 2 * half_k // number.group):
         raise ValueError(f"{number}: codes {codes.shape} and block scales {scales.shape} do not fit")
     if codes.dtype != np.uint8 or scales.dtype != np.uint8:
         raise ValueError(f"{number}: codes are {codes.dtype}, block scales {scales.dtype}: expected uint8 bytes")
     _check_out(out, (rows, 2 * half_k))
-    table = E4M3_VALUES if number is NumberFormat.NVFP4 else E8M0_VALUES
+    if table is None:
+        table = E4M3_VALUES if number is NumberFormat.NVFP4 else E8M0_VALUES
     flat_codes, flat_scales = _ready(codes).reshape(-1), _ready(scales).reshape(-1)
     wide, narrow = _targets(out)
     _fp4(flat_codes, flat_scales, table, number.group // NVFP4_GROUP, factor, wide.reshape(-1), narrow.reshape(-1))

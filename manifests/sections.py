@@ -20,6 +20,7 @@ __all__ = [
     "Calibrate",
     "Execute",
     "FromCheckpoint",
+    "Granularity",
     "LayerRule",
     "Publish",
     "Runtime",
@@ -32,9 +33,22 @@ __all__ = [
     "TensorFormat",
 ]
 
-SourceLayout = Literal["auto", "deepseek-v4", "gpt-oss", "compressed-tensors", "modelopt", "quark", "plain"]
+SourceLayout = Literal[
+    "auto",
+    "deepseek-v4",
+    "deepseek-v3",
+    "gpt-oss",
+    "compressed-tensors",
+    "modelopt",
+    "quark",
+    "gptq",
+    "awq",
+    "gguf",
+    "plain",
+]
 TargetFormat = Literal["nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "bf16"]
-TargetLayout = Literal["modelopt", "modelopt-experts", "compressed-tensors"]
+TargetLayout = Literal["modelopt", "modelopt-experts", "compressed-tensors", "deepseek-v3"]
+Granularity = Literal["tensor", "channel", "block"]
 TensorFormat = Literal["nvfp4", "mxfp4", "fp8", "bf16", "keep", "drop"]
 ScaleChoice = Literal["lossless", "nearest", "four-over-six", "mse"]
 Runtime = Literal["vllm", "sglang", "trtllm", "transformers"]
@@ -85,7 +99,8 @@ class Target(Section):
     )
     layout: TargetLayout = Field(
         default="modelopt",
-        description="Names, suffixes and metadata of the output. `modelopt-experts` splits gpt-oss's stacked experts.",
+        description="Names, suffixes and metadata of the output. `modelopt-experts` splits gpt-oss's stacked experts; "
+        "`deepseek-v3` is FP8 in blocks under `weight_scale_inv`.",
     )
     output: Location = Field(
         description="Folder of the finished checkpoint; it must not exist yet. Relative: to the current folder."
@@ -104,6 +119,8 @@ class Target(Section):
             raise fault(
                 "layout", f"layout modelopt-experts is defined for nvfp4 and nvfp4-w4a16, not for {self.format}"
             )
+        if self.layout == "deepseek-v3" and self.format != "fp8":
+            raise fault("layout", f"layout deepseek-v3 is FP8 in blocks; it cannot hold {self.format}")
         no_repeats("runtimes", self.runtimes)
         return self
 
@@ -122,6 +139,11 @@ class LayerRule(Section):
         default="lossless",
         description="How block scales are chosen. `lossless` moves an MXFP4 scale over exactly (default for nvfp4); "
         "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error.",
+    )
+    granularity: Granularity | None = Field(
+        default=None,
+        description="With `to: fp8`, what one scale covers: the tensor (default of layout modelopt), each output "
+        "channel (of compressed-tensors), or each block of 128 x 128 (of deepseek-v3).",
     )
     optional: Flag = Field(
         default=False, description="Without it, a rule that matches no module of the checkpoint is an error."
@@ -144,6 +166,8 @@ class LayerRule(Section):
             raise fault(
                 "match", f"rules name modules, not tensors; did you mean '{self.match.removesuffix('.weight')}'?"
             )
+        if self.granularity is not None and self.to != "fp8":
+            raise fault("granularity", f"granularity has no meaning with to: {self.to}; FP4 has blocks of its own")
         choices = SCALE_CHOICES[self.to]
         if self.scale not in choices:
             why = "nothing is rescaled" if len(choices) == 1 else f"it takes {', '.join(choices)}"

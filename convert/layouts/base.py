@@ -7,15 +7,11 @@ belong to no weight are left to the plan, which copies them byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from requant.convert.checkpoint import Catalogue
 from requant.convert.shards import TensorInfo
-from requant.kernels.formats import MXFP4_GROUP
-from requant.manifests.errors import SourceError
 
-__all__ = ["ReadingLayout", "Rows", "SourceWeight", "check_mxfp4"]
+__all__ = ["NOTHING_MORE", "More", "Rows", "SourceWeight"]
 
 
 class Rows(NamedTuple):
@@ -43,11 +39,45 @@ class Rows(NamedTuple):
         return self.n_rows * self.row_bytes
 
 
+class More(NamedTuple):
+    """What only some formats need beside codes and scales; most weights share one empty instance.
+
+    split: a stack that is written as one module per expert in every layout; of its gate_up_proj the first half of the
+    rows is gate, the second up. turned: the matrix is stored [K, N]. block: (h, w) of an FP8 scale. reciprocal: the
+    global scale is stored as 1/s2. offset: added to the zero points. rotary: heads whose rows llama.cpp keeps in
+    another order, or 0. zeros, order: tensors of integer formats. extra: further tensors that a conversion uses up.
+    """
+
+    split: bool = False
+    turned: bool = False
+    block: tuple[int, int] = (0, 0)
+    reciprocal: bool = False
+    offset: int = 0
+    rotary: int = 0
+    zeros: TensorInfo | None = None
+    order: TensorInfo | None = None
+    extra: tuple[TensorInfo, ...] = ()
+
+
+NOTHING_MORE: Final = More()
+
+
 class SourceWeight(NamedTuple):
     """One quantizable weight of the source, [experts,] rows N (out), cols K (in).
 
-    module: its name as the manifest's rules match it. format: `mxfp4`, `fp8-block` or `plain`. interleaved: rows
-    alternate gate, up (gpt-oss). tensors: all source tensors it is made of, its stacked bias included.
+    module: its name as the manifest's rules match it. format: which numbers, one of
+
+        plain      codes BF16, F16 or F32 [N, K]; turned: [K, N]
+        mxfp4      codes [N, K/2], scales E8M0 [N, K/32]
+        nvfp4      codes [N, K/2], scales E4M3 [N, K/16], scalar F32 (one, or one per expert)
+        fp8        codes E4M3 [N, K], scales per block (h, w): F32, BF16, F16 or E8M0 (also as U8)
+        int4       codes I32 [N, K/8], scales [N, K/g], zeros I32 [N/8, K/g] or none      (compressed-tensors)
+        gptq       codes I32 [K/8, N], scales F16 [K/g, N], zeros I32 [K/g, N/8], order I32 [K]
+        awq        codes I32 [K, N/8], scales F16 [K/g, N], zeros I32 [K/g, N/8], columns interleaved
+        gguf       codes U8 [N, bytes of K weights], as ggml packs them; dtype of the codes names the type
+
+    interleaved: rows alternate gate, up (gpt-oss). input: the source's own activation scale. tensors: all that it is
+    made of, its stacked bias included.
     """
 
     module: str
@@ -59,64 +89,13 @@ class SourceWeight(NamedTuple):
     experts: int = 0
     interleaved: bool = False
     bias: TensorInfo | None = None
+    scalar: TensorInfo | None = None
+    input: TensorInfo | None = None
+    more: More = NOTHING_MORE
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         """The source tensors that this weight owns."""
-        return tuple(t for t in (self.codes, self.scales, self.bias) if t is not None)
-
-
-class ReadingLayout(Protocol):
-    """How one producer stores quantized weights."""
-
-    name: str
-
-    def recognise(self, catalogue: Catalogue) -> str | None:
-        """Why this checkpoint is of this layout, or None."""
-        ...
-
-    def weights(self, catalogue: Catalogue) -> Iterator[SourceWeight]:
-        """All weights that a rule could convert. SourceError names the tensor that is not as it should be."""
-        ...
-
-
-def check_mxfp4(
-    codes: TensorInfo, scales: TensorInfo | None, scale_name: str, scale_dtypes: tuple[str, ...]
-) -> tuple[int, int]:
-    """(N, K) of a packed MXFP4 weight [N, K/2] with scales [N, K/32], or SourceError. F4 [N, K] counts elements."""
-    if len(codes.shape) != 2 or 0 in codes.shape:
-        raise SourceError(
-            f"packed MXFP4 weight has shape {list(codes.shape)}, expected [N, K/2], not empty",
-            where=f"{codes.file}: {codes.name}",
-            hint="name the right source.layout in the manifest",
-        )
-    rows, cols = codes.shape
-    if codes.dtype != "F4":  # of F4 the header counts elements, of the others bytes
-        cols *= 2
-    if scales is None:
-        raise SourceError(
-            f"has no scale tensor {scale_name}",
-            where=f"{codes.file}: {codes.name}",
-            hint="a packed weight without its scales cannot be read: is a shard missing, or the layout another?",
-        )
-    where = f"{scales.file}: {scales.name}"
-    if cols % MXFP4_GROUP:
-        raise SourceError(
-            f"K = {cols} is not a multiple of {MXFP4_GROUP}",
-            where=f"{codes.file}: {codes.name}",
-            hint="not MXFP4: name the right source.layout in the manifest",
-        )
-    if scales.dtype not in scale_dtypes:
-        raise SourceError(
-            f"scale dtype is {scales.dtype}, expected {' or '.join(scale_dtypes)}",
-            where=where,
-            hint="an E4M3 scale plane would be NVFP4: name the right source.layout in the manifest",
-        )
-    if scales.shape != (rows, cols // MXFP4_GROUP):
-        raise SourceError(
-            f"scale plane is {list(scales.shape)}, expected {[rows, cols // MXFP4_GROUP]} for codes "
-            f"{list(codes.shape)} (one scale per {MXFP4_GROUP} along K)",
-            where=where,
-            hint="a padded, swizzled or per-16 plane is not MXFP4: re-export the checkpoint in linear layout",
-        )
-    return rows, cols
+        more = self.more
+        parts = (self.codes, self.scales, self.bias, self.scalar, self.input, more.zeros, more.order, *more.extra)
+        return tuple(t for t in parts if t is not None)

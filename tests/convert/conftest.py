@@ -70,6 +70,11 @@ def bf16(rng, *shape):
     return ("BF16", shape, values.astype("<u2").tobytes())
 
 
+def f32(*values):
+    """The bytes of F32 numbers."""
+    return np.array(values, "<f4").tobytes()
+
+
 def deepseek(rng, experts=2, layers=1, hidden=64, inter=32, low=100, high=114):
     """DeepSeek-V4 names: FP4 experts, FP8 attention, an MTP block, plain norms. One dict in file order."""
     tensors = {"embed.weight": bf16(rng, 96, hidden), "head.weight": bf16(rng, 96, hidden)}
@@ -134,7 +139,7 @@ GPT_OSS_CONFIG = {
 
 def manifest_text(source, output, layers, **target):
     """A manifest as YAML."""
-    activations = target.pop("activations", None)
+    activations, kv_cache = target.pop("activations", None), target.pop("kv_cache", None)
     body = {
         "version": 1,
         "name": "t",
@@ -144,8 +149,10 @@ def manifest_text(source, output, layers, **target):
     }
     if activations is not None:
         body["activations"] = activations
-    elif target.get("format") in ("nvfp4-w4a16", "mxfp4"):
+    elif target.get("format") in ("nvfp4-w4a16", "mxfp4", "bf16"):
         body["activations"] = {"input_scale": None}
+    if kv_cache is not None:
+        body["kv_cache"] = kv_cache
     return yaml.safe_dump(body)
 
 
@@ -160,6 +167,7 @@ class Kit:
     write_checkpoint = staticmethod(write_checkpoint)
     mx = staticmethod(mx)
     bf16 = staticmethod(bf16)
+    f32 = staticmethod(f32)
     deepseek = staticmethod(deepseek)
     gpt_oss = staticmethod(gpt_oss)
     manifest_text = staticmethod(manifest_text)

@@ -47,7 +47,7 @@ def sources(kit):
                         f"{p}.ffn.experts.0.w1": ("mxfp4", 32, 64),
                         f"{p}.ffn.experts.0.w2": ("mxfp4", 64, 32),
                         f"{p}.ffn.experts.0.w3": ("mxfp4", 32, 64),
-                        f"{p}.attn.wo_b": ("fp8-block", 64, 64),
+                        f"{p}.attn.wo_b": ("fp8", 64, 64),
                         f"{p}.ffn.gate": ("plain", 1, 64),
                     }.items()
                 },
@@ -72,6 +72,36 @@ def sources(kit):
         ),
         "quark": (checkpoint(kit, quark, QUARK, "quark"), "quantization_config: quant_method quark", one),
         "modelopt": (checkpoint(kit, quark, MODELOPT, "modelopt"), "quant_algo mxfp4", one),
+        "deepseek-v3": (
+            checkpoint(
+                kit,
+                {
+                    "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (130, 300), bytes(130 * 300)),
+                    "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (2, 3), kit.f32(*[1.0] * 6)),
+                },
+                {"quant_method": "fp8", "weight_block_size": [128, 128]},
+                "deepseek-v3",
+            ),
+            "quantization_config: quant_method fp8, blocks [128, 128]",
+            {"model.layers.0.mlp.up_proj": ("fp8", 130, 300)},
+        ),
+        **{
+            method: (
+                checkpoint(
+                    kit,
+                    {
+                        "a.qweight": ("I32", codes, bytes(4 * codes[0] * codes[1])),
+                        "a.qzeros": ("I32", (2, 2), bytes(16)),
+                        "a.scales": ("F16", (2, 16), bytes(64)),
+                    },
+                    {"quant_method": method, "bits": 4},
+                    method,
+                ),
+                f"quantization_config: quant_method {method}, 4 bits",
+                {"a": (method, 16, 64)},
+            )
+            for method, codes in (("gptq", (8, 16)), ("awq", (64, 2)))
+        },
         "plain": (
             checkpoint(kit, plain, name="plain"),
             "no quantization_config, all weights are floats",
@@ -140,9 +170,9 @@ def test_an_unknown_model_type_without_architecture_converts(kit):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "format 'NVFP4'"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "format 'NVFP4_AWQ'"),
     ],
 )
 def test_a_quantization_that_cannot_be_read_is_named_with_the_known_ones(kit, config, words):
@@ -301,7 +331,7 @@ def test_an_odd_number_of_rows_cannot_alternate_gate_and_up(kit):
 @pytest.mark.parametrize(
     ("plane", "words"),
     [
-        (("F8_E4M3", (128, 4)), "scale dtype is F8_E4M3, expected U8 or F8_E8M0"),
+        (("F8_E4M3", (128, 4)), "scale plane is F8_E4M3 [128, 4], expected F8_E4M3 [40, 4]"),
         (("U8", (128, 4)), "scale plane is [128, 4], expected [40, 2] for codes [40, 32]"),
         (("U8", (40, 4)), "scale plane is [40, 4], expected [40, 2]"),
         (("U8", (2, 40)), "scale plane is [2, 40], expected [40, 2]"),
@@ -368,10 +398,10 @@ def test_packed_weights_that_are_empty_or_no_matrix_are_errors(kit, shape):
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
-        ("b.weight", ("F8_E4M3", (16, 64), bytes(1024))),
+        ("b.weight", ("F8_E5M2", (16, 64), bytes(1024))),
         ("b.weight", ("I8", (16, 64), bytes(1024))),
         ("b.qweight", ("U8", (16, 64), bytes(1024))),
-        ("b.weight_packed", ("U8", (16, 64), bytes(1024))),
+        ("b.weight_packed", ("I8", (16, 64), bytes(1024))),
     ],
 )
 def test_a_second_quantized_format_is_refused_and_not_described_as_plain(kit, name, tensor):

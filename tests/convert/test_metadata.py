@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from requant.convert.metadata import aliases, exclude_modules
+from requant.manifests.errors import UsageError
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 HUB = GOLDENS / "hub_configs"
@@ -62,15 +63,10 @@ def test_the_deepseek_hybrid_keeps_source_names_and_draft_experts(flash, kit):
     assert tensors["layers.42.attn.wo_b.scale"] == source["layers.42.attn.wo_b.scale"]
 
 
-def test_the_weight_only_hybrid_says_so_everywhere(kit):
-    """C44."""
-    output, _ = kit.convert(kit.dsv4(), format="nvfp4-w4a16")
-    quant = read(output / "config.json")["quantization_config"]
-    assert quant["moe_quant_algo"] == "W4A16_NVFP4"
-    assert "input_activations" not in quant["config_groups"]["group_0"]
-    for place in (quant, read(output / "hf_quant_config.json")["quantization"]):
-        assert {entry["quant_algo"] for entry in place["quantized_layers"].values()} == {"W4A16_NVFP4"}
-    assert not [name for name in kit.load(output) if name.endswith("input_scale")]
+def test_the_weight_only_hybrid_is_refused(kit):
+    """Beside DeepSeek-V4's FP8 blocks runtimes know NVFP4 with activation scales alone."""
+    with pytest.raises(UsageError, match=r"read NVFP4 experts only, not nvfp4-w4a16"):
+        kit.job(kit.dsv4(), format="nvfp4-w4a16")
 
 
 def test_every_config_key_of_the_source_is_kept_but_the_quantization(kit):

@@ -35,7 +35,13 @@ def test_the_least_manifest_has_the_defaults_that_the_design_names():
         "shard_size": 5_000_000_000,
         "runtimes": (),
     }
-    assert manifest.layers[0].model_dump() == {"match": "*", "to": "nvfp4", "scale": "lossless", "optional": False}
+    assert manifest.layers[0].model_dump() == {
+        "match": "*",
+        "to": "nvfp4",
+        "scale": "lossless",
+        "granularity": None,
+        "optional": False,
+    }
     assert manifest.activations.model_dump() == {"input_scale": 1.0, "calibrate": None}
     assert manifest.execute.model_dump() == {
         "workers": "auto",

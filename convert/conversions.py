@@ -1,0 +1,272 @@
+"""What becomes of each weight, after the rules have spoken: target format, scale choice; and what must be refused.
+
+Three things the rules alone do not see:
+
+- what a target's metadata can say: one format, or NVFP4 beside FP8 (modelopt's MIXED_PRECISION), or DeepSeek-V4's
+  hybrid; weights that would stay packed in another format are refused, never copied unseen;
+- what a runtime loads as one module: q/k/v, gate/up, all experts of a layer. If one of them has a K that the format's
+  group does not divide, all of them stay plain;
+- weights that stay plain where a rule names no more than a pattern (rules.PROTECTED): plain ones are kept, packed ones
+  become BF16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, NoReturn
+
+from requant.convert.checkpoint import Catalogue
+from requant.convert.layouts.base import SourceWeight
+from requant.convert.layouts.writing import FUSED_SETS, fuse_key
+from requant.convert.rules import Decision
+from requant.kernels.formats import NumberFormat
+from requant.manifests.errors import SourceError, UsageError
+from requant.manifests.schema import LayerRule, Manifest
+
+__all__ = ["CONVERSIONS", "Conversion", "is_copy", "settle"]
+
+_ROUNDING: Final = ("nearest", "four-over-six", "mse")
+_FLOATING: Final = ("plain", "fp8", "int4", "gptq", "awq", "gguf")
+"""Source formats that FP4 has to round."""
+
+CONVERSIONS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("mxfp4", "nvfp4"): ("lossless",),
+    ("nvfp4", "nvfp4"): ("lossless",),
+    ("mxfp4", "mxfp4"): ("lossless", "nearest"),
+    ("nvfp4", "mxfp4"): ("nearest",),
+    **{(source, "mxfp4"): ("nearest",) for source in _FLOATING},
+    **{(source, "nvfp4"): _ROUNDING for source in _FLOATING},
+    **{(source, "fp8"): ("nearest",) for source in (*_FLOATING, "mxfp4", "nvfp4")},
+    **{(source, "bf16"): ("lossless",) for source in (*_FLOATING, "mxfp4", "nvfp4")},
+}
+"""(source format, target format) -> the scale choices there are. The same FP4 on both sides is copied, not computed."""
+
+_STRICT_SETS: Final = FUSED_SETS[:4]
+"""Those that every runtime fuses; the linear-attention projections are fused by some."""
+_EXPERT: Final = re.compile(r"^(?P<parent>.*\bexperts)\.(?:\d+\..+|gate_up_proj|down_proj)$")
+_EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed)$")
+
+
+class Conversion(NamedTuple):
+    """A weight that is converted. target: nvfp4, mxfp4, fp8 or bf16. rule: index in the manifest."""
+
+    weight: SourceWeight
+    target: str
+    scale: str
+    granularity: str | None
+    rule: int
+
+
+def is_copy(conversion: Conversion) -> bool:
+    """BF16 that is to become BF16 is copied."""
+    weight = conversion.weight
+    return conversion.target == "bf16" and weight.format == "plain" and weight.codes.dtype == "BF16"
+
+
+def settle(
+    manifest: Manifest,
+    layout: str,
+    catalogue: Catalogue,
+    weights: Sequence[SourceWeight],
+    decisions: dict[str, Decision],
+) -> list[Conversion]:
+    """The weights to convert; what has to stay plain is written back into `decisions` with the reason.
+
+    UsageError for what the target cannot hold, SourceError for what the source mixes.
+    """
+    _refuse_layout(manifest, layout, decisions)
+    settled: dict[str, Conversion] = {}
+    narrow: list[SourceWeight] = []
+    for weight in weights:
+        decision = decisions[weight.module]
+        if decision.to == "drop":
+            continue
+        if decision.to == "keep":
+            _refuse_kept_packed(weight, manifest, layout)
+            continue
+        rule = manifest.layers[decision.rule]
+        place = f"layers.{decision.rule} (match: {rule.match}): {weight.module}"
+        scale = rule.scale if decision.to == rule.to else "lossless"
+        if scale not in CONVERSIONS.get((weight.format, decision.to), ()):
+            _refuse_unsupported(weight, decision.to, scale, place)
+        _refuse_tied(weight, decision.to, catalogue, place)
+        if weight.cols % (NumberFormat(decision.to).group or 1):
+            _refuse_narrow(weight, decision.to, rule, place)
+            narrow.append(weight)
+        granularity = rule.granularity if decision.to == "fp8" else None
+        settled[weight.module] = Conversion(weight, decision.to, scale, granularity, decision.rule)
+    _keep_families(manifest, narrow, settled, decisions)
+    _refuse_split(weights, settled, decisions)
+    _refuse_formats(manifest, settled.values())
+    return list(settled.values())
+
+
+def _refuse_layout(manifest: Manifest, layout: str, decisions: Mapping[str, Decision]) -> None:
+    """What a writing layout cannot say at all."""
+    target = manifest.target
+    if layout == "deepseek-v4" and target.format != "bf16":
+        if target.layout != "modelopt":
+            raise UsageError(
+                f"target.layout {target.layout} cannot hold DeepSeek-V4's FP8 blocks",
+                where="target.layout",
+                hint="use layout modelopt: it writes the DeepSeek-V4 hybrid that vLLM and SGLang load",
+            )
+        if target.format != "nvfp4":
+            raise UsageError(
+                f"beside DeepSeek-V4's FP8 blocks runtimes read NVFP4 experts only, not {target.format}",
+                where="target.format",
+                hint="use format nvfp4 (its input_scale may be the constant 1.0), or bf16 for everything",
+            )
+        others = sorted({d.to for d in decisions.values()} - {"keep", "drop", "nvfp4"})
+        if others:
+            raise UsageError(
+                f"the DeepSeek-V4 hybrid cannot hold {', '.join(others)} beside its FP8 blocks",
+                where="layers",
+                hint="let the rules say nvfp4, keep or drop, or set target.format bf16 for everything",
+            )
+
+
+def _refuse_formats(manifest: Manifest, conversions: Iterable[Conversion]) -> None:
+    """Two quantized formats in one output: only modelopt's MIXED_PRECISION of NVFP4 and FP8 says so."""
+    made = {c.target for c in conversions} - {"bf16"}
+    grains = {c.granularity or "" for c in conversions if c.target == "fp8"}
+    target = manifest.target
+    if len(grains) > 1:
+        raise UsageError(
+            "FP8 layers of different granularity cannot be described together",
+            where="layers",
+            hint="say the same granularity in all rules with to: fp8",
+        )
+    if len(made) < 2:
+        return
+    if made != {"nvfp4", "fp8"} or target.layout != "modelopt" or target.format != "nvfp4":
+        raise UsageError(
+            f"{' beside '.join(sorted(made))} is more than one format, which this target cannot say",
+            where="layers",
+            hint="mixed formats: nvfp4 and fp8 under target.format nvfp4 (not w4a16) and layout modelopt",
+        )
+    if grains - {"", "tensor"}:
+        raise UsageError(
+            "beside NVFP4, FP8 has one scale per tensor", where="layers", hint="delete granularity from the rule"
+        )
+
+
+def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> NoReturn:
+    choices = CONVERSIONS.get((weight.format, target))
+    if choices is None:
+        raise UsageError(
+            f"{weight.format} -> {target} is not a conversion this version makes",
+            where=where,
+            hint="docs/formats.md lists them; keep this layer, or narrow the rule",
+        )
+    raise UsageError(
+        f"scale: {scale} is not available for {weight.format} -> {target}",
+        where=where,
+        hint=f"use scale: {' or '.join(choices)}",
+    )
+
+
+def _refuse_kept_packed(weight: SourceWeight, manifest: Manifest, layout: str) -> None:
+    """Outside the DeepSeek-V4 hybrid no target metadata can say `these layers are still in the source's format`."""
+    hybrid = layout == "deepseek-v4" and manifest.target.format != "bf16"
+    if weight.format == "plain" or hybrid:
+        return
+    target = manifest.target.format
+    raise UsageError(
+        f"would stay {weight.format.upper()} in a {target} checkpoint, which its metadata cannot express",
+        where=weight.module,
+        hint=f"convert all packed weights: let a rule with `to: {target.removesuffix('-w4a16')}` or `to: bf16` match "
+        "this module",
+    )
+
+
+def _refuse_tied(weight: SourceWeight, target: str, catalogue: Catalogue, where: str) -> None:
+    if target != "bf16" and catalogue.config.get("tie_word_embeddings") and _EMBEDDING.search(weight.module):
+        raise UsageError(
+            "is the embedding and, tied to it, the output head: no runtime reads that quantized",
+            where=where,
+            hint="keep it",
+        )
+
+
+def _refuse_narrow(weight: SourceWeight, target: str, rule: LayerRule, where: str) -> None:
+    if rule.match == weight.module:
+        group = NumberFormat(target).group
+        raise UsageError(
+            f"K = {weight.cols} is not a multiple of {group}, the group of {target}",
+            where=where,
+            hint="keep this layer, or choose a format whose group divides K",
+        )
+
+
+def _families(module: str) -> tuple[str, ...]:
+    """What runtimes load as one: the fused set of a module, and all experts of its layer."""
+    expert = _EXPERT.match(module)
+    return (fuse_key(module), expert["parent"]) if expert else (fuse_key(module),)
+
+
+def _keep_families(
+    manifest: Manifest, narrow: Sequence[SourceWeight], settled: dict[str, Conversion], decisions: dict[str, Decision]
+) -> None:
+    """A family of which one member's K does not fit stays plain as a whole."""
+    if not narrow:
+        return
+    lost = {family for weight in narrow for family in _families(weight.module)}
+    own = {weight.module for weight in narrow}
+    for module, conversion in list(settled.items()):
+        group = NumberFormat(conversion.target).group
+        if not group or lost.isdisjoint(_families(module)):
+            continue
+        rule = manifest.layers[conversion.rule]
+        if rule.match == module and module not in own:
+            raise UsageError(
+                f"cannot be {conversion.target}: a weight that runtimes load together with it has a K that is not a "
+                f"multiple of {group}",
+                where=f"layers.{conversion.rule} (match: {rule.match})",
+                hint="keep the whole family",
+            )
+        note = f"K is not a multiple of {group}: kept plain"
+        if module not in own:
+            note = f"fused with a weight whose K is not a multiple of {group}: kept plain"
+        if conversion.weight.format == "plain":
+            decisions[module] = Decision("keep", conversion.rule, note)
+            del settled[module]
+        else:
+            decisions[module] = Decision("bf16", conversion.rule, note)
+            settled[module] = conversion._replace(target="bf16", scale="lossless", granularity=None)
+
+
+def _refuse_split(
+    weights: Sequence[SourceWeight], settled: Mapping[str, Conversion], decisions: Mapping[str, Decision]
+) -> None:
+    """Weights that every runtime fuses must end in one format, made from one format by one choice of scales."""
+    leaves = {leaf for fused in _STRICT_SETS for leaf in fused}
+    first: dict[str, tuple[SourceWeight, tuple[str, ...]]] = {}
+    for weight in weights:
+        if weight.module.rpartition(".")[2] not in leaves or decisions[weight.module].to == "drop":
+            continue
+        fate = _fate(weight, settled.get(weight.module))
+        one, theirs = first.setdefault(fuse_key(weight.module), (weight, fate))
+        if fate == theirs:
+            if fate[0] not in ("kept", "bf16") and weight.format == "plain" and weight.codes.dtype != one.codes.dtype:
+                raise SourceError(
+                    f"is {weight.codes.dtype}, {one.codes.name} is {one.codes.dtype}: the weights of a fused group "
+                    "are of two types",
+                    where=f"{weight.codes.file}: {weight.codes.name}",
+                    hint="save the checkpoint in one type, or keep these layers",
+                )
+            continue
+        raise UsageError(
+            f"its members differ: {one.module} is {' '.join(theirs)}, {weight.module} {' '.join(fate)}",
+            where=f"fused group {fuse_key(weight.module)}",
+            hint="runtimes load these weights as one: convert them by one rule, or keep them all",
+        )
+
+
+def _fate(weight: SourceWeight, conversion: Conversion | None) -> tuple[str, ...]:
+    if conversion is None:
+        return ("kept",) if weight.format == "plain" else ("kept", weight.format)
+    if conversion.target == "bf16":
+        return ("kept",)  # plain in the output either way
+    return (conversion.target, "from", weight.format, "with scale", conversion.scale)

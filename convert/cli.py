@@ -130,8 +130,7 @@ def convert(
     if form is Format.HUMAN:
         typer.echo(plan_text(job.plan, job.seconds))
     _run(job, force, quiet)
-    signed = _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
-    _report(signed, form)
+    _report(_judge(job, quiet), form)
     if push:
         _publish(job.plan.output, job.manifest, quiet=quiet, form=form)
 
@@ -426,6 +425,15 @@ def _validate(output: Path, source: Path, manifest: Manifest, *, only: Sequence[
         return _stage_bar(label, quiet)
 
     return validate_output(output, source, manifest, only=only, bar=bar)
+
+
+def _judge(job: Job, quiet: bool) -> SignOff:
+    """Sign off what was just converted; of a streamed source nothing is left to read again."""
+    if not job.manifest.execute.stream:
+        return _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
+    from requant.convert.stream import sign_off_streamed
+
+    return sign_off_streamed(job.plan.output, job.manifest, lambda label: _stage_bar(label, quiet))
 
 
 def _report(signed: SignOff, form: Format) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from requant.convert.checkpoint import open_checkpoint
-from requant.convert.engine import Engine, LocalEngine, worker_bytes
+from requant.convert.engine import Engine, LocalEngine
 from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
 from requant.convert.hub import fetch, is_offline
 from requant.convert.layouts.reading import recognise
@@ -99,8 +99,10 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
 def _refuse_unbuilt(manifest: Manifest) -> None:
     """What the schema can say and this version cannot do is refused, never ignored."""
     faults = {
+        "target.format": manifest.target.format in ("fp8", "bf16"),
+        "kv_cache": manifest.kv_cache is not None,
         "activations.calibrate": manifest.activations.calibrate is not None,
-        "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
+        "execute.engine": manifest.execute.engine != "local",
         "execute.device": manifest.execute.device == "cuda",
     }
     for where, unbuilt in faults.items():
@@ -196,7 +198,8 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
     """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last."""
     if not force:
         check_source_unchanged(job)
-    engine = engine_of(job.plan)
+    workers = job.manifest.execute.workers
+    engine: Engine = LocalEngine(default_workers() if workers == "auto" else workers)
     if job.manifest.execute.stream:
         job, engine = _streamed(job, engine)
     else:
@@ -218,20 +221,14 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
         lock["complete"] = True
         (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
 
-    return execute(job.plan, finish, engine=engine, force=force, progress=progress, lock=lock)
-
-
-def engine_of(plan: Plan) -> Engine:
-    """The engine that the manifest names. EnvironmentFault if its extra is not installed."""
-    settings = plan.manifest.execute
-    workers = None if settings.workers == "auto" else settings.workers
-    if settings.engine == "local":
-        return LocalEngine(workers or default_workers())
-    from requant.convert.engine_ray import PROCESS_BYTES, RayEngine, require_ray
-
-    require_ray()
-    gpus = 1 if settings.device == "cuda" else 0
-    return RayEngine(settings.ray_address, workers, PROCESS_BYTES + worker_bytes(plan), gpus)
+    return execute(
+        job.plan,
+        finish,
+        engine=engine,
+        force=force,
+        progress=progress,
+        lock=lock,
+    )
 
 
 def copy_sidecars(plan: Plan, folder: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -25,7 +25,16 @@ from requant.convert.hub import AGAIN, fetch, hub_api, hub_faults, network_error
 from requant.convert.shards import HEADER_LIMIT
 from requant.manifests.errors import EnvironmentFault, SourceError
 
-__all__ = ["Remote", "RemoteFile", "read_range", "refuse_changed", "remote_catalogue", "resolve", "snapshot_folder"]
+__all__ = [
+    "Remote",
+    "RemoteFile",
+    "mirror_headers",
+    "read_range",
+    "refuse_changed",
+    "remote_catalogue",
+    "resolve",
+    "snapshot_folder",
+]
 
 FIRST_READ: Final = 64 * 1024
 """Bytes of a shard that are asked for at once: most headers fit, and a second request costs more than these."""
@@ -97,24 +106,28 @@ def remote_catalogue(remote: Remote) -> Catalogue:
     SourceError for whatever would be wrong with the checkpoint on disk, too.
     """
     with tempfile.TemporaryDirectory(prefix="requant-headers-") as folder:
-        mirror = Path(folder)
-        small = [name for name in remote.files if name in _READ_IN_FULL or name.endswith(INDEX_SUFFIX)]
-        cached = _cached(remote, small)
-        for file in remote.files.values():
-            target = mirror / file.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
-            if file.name in small:
-                target.write_bytes((cached / file.name).read_bytes())
-            else:
-                os.truncate(target, file.size)
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            jobs = [pool.submit(_mirror_header, remote, mirror, name) for name in _shards(mirror, remote)]
-            for job in jobs:
-                job.result()
-        catalogue = open_checkpoint(mirror)
+        mirror_headers(remote, Path(folder))
+        catalogue = open_checkpoint(Path(folder))
     shards = tuple(replace(shard, mtime_ns=0) for shard in catalogue.shards)  # of the mirror's making
     return replace(catalogue, root=snapshot_folder(remote), shards=shards)
+
+
+def mirror_headers(remote: Remote, mirror: Path, whole: Iterable[str] = ()) -> None:
+    """Make `mirror` the repository with holes: every file in its size, JSON, headers and the files `whole` real."""
+    wanted = {name for name in remote.files if name in _READ_IN_FULL or name.endswith(INDEX_SUFFIX)} | set(whole)
+    cached = _cached(remote, sorted(wanted))
+    for file in remote.files.values():
+        target = mirror / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.name in wanted:
+            target.write_bytes((cached / file.name).read_bytes())
+        else:
+            target.touch()
+            os.truncate(target, file.size)
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        jobs = [pool.submit(_mirror_header, remote, mirror, name) for name in _shards(mirror, remote)]
+        for job in jobs:
+            job.result()
 
 
 def _cached(remote: Remote, files: list[str]) -> Path:

@@ -1,0 +1,223 @@
+"""Convert a source on the Hub through a small disk: fetch a window, convert it, judge it, free it.
+
+    <output>.stream/source-PID/  the repository with holes: true headers, configs and sidecars (remote.mirror_headers)
+    <output>.stream/window-N/    its shards once more, with the bytes of window N in their places
+    <output>.stream/view/        links to the output's shards, finished or not, under their final names
+    <output>.stream/numerics.jsonl    what was judged, so that an interrupted run goes on
+
+The next window is fetched while one is converted. Every window is compared with its source while both are there
+(numerics_pieces.py), so that a streamed checkpoint is signed off by the same gates; those that need the whole model
+beside its source are `not run`, and the manifest must allow that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+from requant.convert.checkpoint import open_checkpoint
+from requant.convert.engine import PART_SUFFIX, Done, Engine, ShardFiles
+from requant.convert.plan import Plan, Unit
+from requant.convert.private import LOCAL_FOLDER, public_manifest
+from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, read_range, refuse_changed
+from requant.convert.windows import Window, cut_windows, tensors_of
+from requant.manifests.errors import SourceError, UsageError
+from requant.manifests.schema import Manifest
+from requant.validate.contract import check_contract
+from requant.validate.numerics_pieces import PiecewiseNumerics
+from requant.validate.results import StageResult, Status
+from requant.validate.signoff import sign_off, write_signoff
+from requant.validate.verdict import SignOff
+
+__all__ = ["STREAM_SUFFIX", "StreamEngine", "sign_off_streamed", "stream_folder", "streamed_source", "window_budget"]
+
+STREAM_SUFFIX: Final = ".stream"
+_SOURCE: Final = "source-"
+NUMERICS_FILE: Final = f"{LOCAL_FOLDER}/numerics.json"
+WINDOW_BYTES: Final = 4 * 10**9
+"""Of a window where max_disk sets no bound."""
+WINDOWS: Final = 32
+"""A run is cut into at least so many: what cannot overlap, the first fetch and the last conversion, is a small part."""
+WINDOW_MIN: Final = 64 * 10**6
+"""Smaller windows only add requests."""
+REQUEST_BYTES: Final = 32 * 10**6
+"""Of one ranged read: large enough for the rate, small enough to spread over the connections."""
+
+
+def stream_folder(output: Path) -> Path:
+    """Where the source passes through."""
+    return output.with_name(output.name + STREAM_SUFFIX)
+
+
+def streamed_source(plan: Plan, remote: Remote) -> Plan:
+    """The plan over a repository with holes, which it makes: headers, configs and sidecars are real."""
+    root = stream_folder(plan.output) / f"{_SOURCE}{os.getpid()}"  # a run that holds the output may be using its own
+    if root.exists():
+        shutil.rmtree(root)
+    root.mkdir(parents=True)
+    small = [name for name in remote.files if name.endswith(".json") and "/" not in name]
+    mirror_headers(remote, root, [*plan.catalogue.sidecars, *small])
+    catalogue = open_checkpoint(root)
+    refuse_changed(plan.catalogue, catalogue, remote.repo)
+    return replace(plan, catalogue=catalogue)
+
+
+def window_budget(plan: Plan) -> int:
+    """Bytes of one window, so that two of them and the output stay below max_disk. UsageError if nothing is left."""
+    most = max(plan.bytes_in // WINDOWS, WINDOW_MIN)
+    bound = plan.manifest.execute.max_disk
+    if bound is None:
+        return max(min(WINDOW_BYTES, most), _largest(plan.units))
+    left = (bound - plan.bytes_out) // 2
+    if left <= 0:
+        raise UsageError(
+            f"the output alone is {plan.bytes_out:,} bytes, max_disk is {bound:,}",
+            where="execute.max_disk",
+            hint="allow more disk, or publish while converting (--push), which frees what is uploaded",
+        )
+    return min(left, max(most, _largest(plan.units)))
+
+
+def _largest(units: Sequence[Unit]) -> int:
+    return max((sum(t.nbytes for t in {t.name: t for t in tensors_of(unit)}.values()) for unit in units), default=1)
+
+
+@dataclass
+class StreamEngine:
+    """Does the units window by window, each by `inner`. after(view): called when a window is judged and freed."""
+
+    remote: Remote
+    inner: Engine
+    budget: int
+    after: Callable[[Path, Sequence[int]], None] = lambda _view, _units: None
+
+    @property
+    def name(self) -> str:
+        """As in the manifest."""
+        return self.inner.name
+
+    def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
+        """All of `todo`, and whatever an earlier run converted and did not live to judge."""
+        folder = stream_folder(plan.output)
+        for old in folder.glob(f"{_SOURCE}*"):
+            if old != plan.catalogue.root:
+                shutil.rmtree(old)
+        record = folder / "numerics.jsonl"
+        if len(todo) == len(plan.units):
+            record.unlink(missing_ok=True)  # of a run that is not gone on with
+        view = folder / "view"
+        _link_shards(plan, files.partial, view)
+        judge = PiecewiseNumerics(plan.catalogue.root, view, record)
+        missing = judge.unjudged()
+        again = {i for i, unit in enumerate(plan.units) if any(t.name in missing for t in tensors_of(unit))}
+        windows = cut_windows(plan, again | set(todo), self.budget)
+        open_units = frozenset(todo)
+        for window, place in self._fetched(plan, windows, folder):
+            mine = ShardFiles(place, files.partial, dict(enumerate(shard.file for shard in plan.shards)))
+            try:
+                self.inner.drive(plan, mine, [i for i in window.units if i in open_units], done)
+            finally:
+                mine.close()
+            _link_shards(plan, files.partial, view)
+            judge.piece(place, view, {tensor.name for tensor in window.tensors})
+            shutil.rmtree(place)
+            self.after(files.partial, window.units)
+        result = judge.result(plan.manifest.validation.numerics)
+        target = files.partial / NUMERICS_FILE
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        target.write_text(json.dumps(SignOff(plan.manifest.name, "", (), (result,), (), {}, {}).to_json()))
+
+    def _fetched(self, plan: Plan, windows: Sequence[Window], folder: Path) -> Iterator[tuple[Window, Path]]:
+        """Each window with the folder that holds its bytes; the next one is on its way meanwhile."""
+        for old in folder.glob("window-*"):
+            shutil.rmtree(old)
+        with ThreadPoolExecutor(1, thread_name_prefix="requant-fetch") as ahead:
+            coming: Future[Path] | None = None
+            for number, window in enumerate(windows):
+                ready = coming or ahead.submit(self._fetch, plan, window, folder / f"window-{number}")
+                place = ready.result()
+                if number + 1 < len(windows):
+                    coming = ahead.submit(self._fetch, plan, windows[number + 1], folder / f"window-{number + 1}")
+                yield window, place
+
+    def _fetch(self, plan: Plan, window: Window, place: Path) -> Path:
+        """Write the window's bytes where they stand in files of the right sizes."""
+        place.mkdir(parents=True)
+        ranges = window.ranges()
+        sizes = {shard.file: shard.size for shard in plan.catalogue.shards}
+        starts = {shard.file: min(t.begin for t in shard.tensors) for shard in plan.catalogue.shards if shard.tensors}
+        descriptors: dict[str, int] = {}
+        try:
+            for file in ranges:
+                target = place / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                descriptors[file] = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
+                os.ftruncate(descriptors[file], sizes[file])
+                with (plan.catalogue.root / file).open("rb") as header:
+                    os.pwrite(descriptors[file], header.read(starts[file]), 0)
+            with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="requant-range") as pool:
+                jobs = [
+                    pool.submit(self._read, file, begin, end, descriptors[file])
+                    for file, spans in ranges.items()
+                    for begin, end in _pieces(spans)
+                ]
+                for job in jobs:
+                    job.result()
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+        return place
+
+    def _read(self, file: str, begin: int, end: int, descriptor: int) -> None:
+        read_range(self.remote, file, begin, end, lambda data, at: os.pwrite(descriptor, data, at))
+
+
+def _pieces(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The spans in pieces of one request each."""
+    for begin, end in spans:
+        for at in range(begin, end, REQUEST_BYTES):
+            yield at, min(at + REQUEST_BYTES, end)
+
+
+def _link_shards(plan: Plan, partial: Path, view: Path) -> None:
+    """Make `view` show the output's shards under their final names, and the manifest for its rules."""
+    view.mkdir(exist_ok=True)
+    for shard in plan.shards:
+        final = partial / shard.file
+        link = view / shard.file
+        link.unlink(missing_ok=True)
+        link.symlink_to((final if final.exists() else final.with_name(final.name + PART_SUFFIX)).resolve())
+    (view / "requant.manifest.yaml").write_text(public_manifest(plan.manifest))
+
+
+# --- sign-off ---------------------------------------------------------------------------------------------------------
+
+
+def sign_off_streamed(output: Path, manifest: Manifest, bar: Callable[[str], Any]) -> SignOff:
+    """Judge a streamed output: numerics as the run found them, the contract on the files; the rest is not run."""
+    try:
+        source = next(stream_folder(output).glob(f"{_SOURCE}*"))
+        raw = cast("dict[str, Any]", json.loads((output / NUMERICS_FILE).read_text()))
+        numerics = SignOff.from_json(raw).stages[0]
+    except (StopIteration, OSError, ValueError, LookupError, TypeError) as error:
+        raise SourceError(
+            "what the run compared is not there", where=str(output / NUMERICS_FILE), hint="convert again with --force"
+        ) from error
+    why = "the conversion was streamed: source and output are never whole on this disk"
+    asked = [name for name in ("kernels", "model", "speed", "serving") if getattr(manifest.validation, name)]
+    results = [
+        check_contract(output, manifest.target.runtimes, source=source),
+        numerics,
+        *(StageResult(name, Status.NOT_RUN, why) for name in asked),
+    ]
+    with bar("sha256") as progress:
+        signed = sign_off(output, manifest, results, progress=progress)
+    write_signoff(output, signed)
+    shutil.rmtree(stream_folder(output))
+    return signed

@@ -1,0 +1,84 @@
+"""Cut a plan into windows: runs of units whose source fits on a small disk, one after the other.
+
+A window holds whole tensors, and every tensor lies in one window: nothing is fetched twice, and what was made of a
+tensor can be compared with all of it while it is there. Units keep their order, which is that of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from requant.convert.plan import Plan
+from requant.convert.shards import TensorInfo
+from requant.manifests.errors import UsageError
+
+__all__ = ["Window", "cut_windows", "tensors_of"]
+
+
+class Window(NamedTuple):
+    """Units (indices into the plan) with the source tensors that they read. nbytes: of these tensors."""
+
+    units: tuple[int, ...]
+    tensors: tuple[TensorInfo, ...]
+    nbytes: int
+
+    def ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """Byte ranges [begin, end) to fetch, by file, in order, neighbours joined."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for tensor in sorted(self.tensors, key=lambda t: (t.file, t.begin)):
+            spans = found.setdefault(tensor.file, [])
+            begin, end = tensor.begin, tensor.begin + tensor.nbytes
+            if spans and spans[-1][1] == begin:
+                spans[-1] = (spans[-1][0], end)
+            elif begin < end:
+                spans.append((begin, end))
+        return found
+
+
+def tensors_of(unit: object) -> Iterator[TensorInfo]:
+    """Every source tensor that a unit mentions, at any depth of its tuples."""
+    if isinstance(unit, TensorInfo):
+        yield unit
+    elif isinstance(unit, tuple):
+        for part in unit:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_of(part)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def cut_windows(plan: Plan, wanted: Iterable[int], budget: int) -> list[Window]:
+    """Windows of at most `budget` bytes over the units `wanted`. UsageError if one cannot be made that small."""
+    order = sorted(wanted)
+    reads = {index: list({t.name: t for t in tensors_of(plan.units[index])}.values()) for index in order}
+    last = {tensor.name: index for index in order for tensor in reads[index]}
+    windows: list[Window] = []
+    for block in _blocks(order, reads, last):
+        window = _window(block, reads)
+        if window.nbytes > budget:
+            name = max(window.tensors, key=lambda t: t.nbytes).name
+            raise UsageError(
+                f"{window.nbytes:,} bytes must be on disk together (around {name}), execute.max_disk leaves {budget:,}",
+                where="execute.max_disk",
+                hint="allow more disk",
+            )
+        if windows and windows[-1].nbytes + window.nbytes <= budget:
+            before = windows.pop()
+            window = Window(before.units + window.units, before.tensors + window.tensors, before.nbytes + window.nbytes)
+        windows.append(window)
+    return windows
+
+
+def _blocks(order: Sequence[int], reads: dict[int, list[TensorInfo]], last: dict[str, int]) -> Iterator[list[int]]:
+    """The smallest runs of units that share no tensor with the rest."""
+    block: list[int] = []
+    until = -1
+    for index in order:
+        block.append(index)
+        until = max([until, *(last[tensor.name] for tensor in reads[index])])
+        if until <= index:
+            yield block
+            block = []
+
+
+def _window(units: Sequence[int], reads: dict[int, list[TensorInfo]]) -> Window:
+    tensors = {tensor.name: tensor for index in units for tensor in reads[index]}
+    return Window(tuple(units), tuple(tensors.values()), sum(tensor.nbytes for tensor in tensors.values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from requant.manifests.errors import EnvironmentFault, ExitCode, NotSignedOffErr
 if TYPE_CHECKING:
     from requant.convert.execute import RunResult
     from requant.convert.pipeline import Job
+    from requant.convert.stream import MakeJudge
     from requant.manifests.schema import Manifest
     from requant.validate.verdict import SignOff
 
@@ -217,6 +219,10 @@ def validate(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Run only this stage (repeatable); the rest is `not run`.")
     ] = None,
+    activations: Annotated[
+        Path | None,
+        typer.Option(help="For stage kernels: a safetensors file of captured inputs, [tokens, K] per module name."),
+    ] = None,
     form: FormatOption = Format.HUMAN,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -227,7 +233,40 @@ def validate(
 
     _log_to(verbose, log_file)
     done = open_finished(output, manifest, sets or [])
-    _report(_validate(output, done.source, done.manifest, only=only, quiet=quiet), form)
+    signed = _validate(output, done.source, done.manifest, only=only, activations=activations, quiet=quiet)
+    _report(signed, form)
+
+
+@app.command()
+def bench(
+    folder: FolderArg,
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, comma-separated.", metavar="M,M,...")
+    ] = "1,2,4,8,16,32,64",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: a GPU if there is one.")] = "auto",
+    path: Annotated[str, typer.Option(help="Kernel path by name (see `requant doctor`), or auto: by chip.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also write bench.json, bench.md and (GPU) the roofline, SVG and PNG, here."),
+    ] = None,
+    form: FormatOption = Format.HUMAN,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Time the FP4 kernels on a checkpoint's own shapes: against the card's limits, BF16, and the source's format."""
+    from requant.validate.speed_report import bench_text, run_bench, write_bench
+
+    _log_to(verbose, None)
+    with _stage_bar("bench, points", quiet) as progress:
+        result = run_bench(folder, tokens, device, path, progress)
+    _emit(result.to_json(), form, lambda: bench_text(result))
+    if out is not None:
+        files, missing = write_bench(result, folder.resolve().name, out)
+        typer.echo(f"wrote {', '.join(file.name for file in files)} to {out}", err=True)
+        if missing:
+            typer.echo(f"no plot: {missing}", err=True)
+    if result.wrong:
+        raise NotSignedOffError(f"{len(result.wrong)} timed outputs are beyond their bound", where=str(folder))
 
 
 @app.command()
@@ -413,27 +452,50 @@ def _run(job: Job, force: bool, quiet: bool) -> RunResult:
     from requant.convert.pipeline import run_job
 
     with _bar(job.plan.bytes_in, "convert", quiet) as progress:
-        result = run_job(job, force=force, progress=progress)
+        result = run_job(job, force=force, progress=progress, make_judge=_judge_maker(job.manifest))
     log.info("wrote %s (%d units, %d done by an earlier run)", job.plan.output, len(job.plan.units), result.resumed)
     return result
 
 
-def _validate(output: Path, source: Path, manifest: Manifest, *, only: Sequence[str] | None, quiet: bool) -> SignOff:
+def _validate(
+    output: Path,
+    source: Path,
+    manifest: Manifest,
+    *,
+    only: Sequence[str] | None,
+    activations: Path | None = None,
+    quiet: bool,
+) -> SignOff:
     from requant.validate.stages import validate_output
 
     def bar(label: str) -> AbstractContextManager[Callable[[int, int], None]]:
         return _stage_bar(label, quiet)
 
-    return validate_output(output, source, manifest, only=only, bar=bar)
+    return validate_output(output, source, manifest, only=only, activations=activations, bar=bar)
+
+
+def _judge_maker(manifest: Manifest) -> MakeJudge | None:
+    """What judges a streamed conversion while it runs."""
+    if not manifest.execute.stream:
+        return None
+    from requant.validate.streamed import Judge
+
+    return lambda source, view, record: Judge(source, view, record, manifest.validation.numerics)
 
 
 def _judge(job: Job, quiet: bool) -> SignOff:
     """Sign off what was just converted; of a streamed source nothing is left to read again."""
     if not job.manifest.execute.stream:
         return _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
-    from requant.convert.stream import sign_off_streamed
+    from requant.convert.stream import source_with_holes, stream_folder
+    from requant.validate.streamed import sign_off_streamed
 
-    return sign_off_streamed(job.plan.output, job.manifest, lambda label: _stage_bar(label, quiet))
+    output = job.plan.output
+    signed = sign_off_streamed(
+        output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet)
+    )
+    shutil.rmtree(stream_folder(output))
+    return signed
 
 
 def _report(signed: SignOff, form: Format) -> None:

@@ -69,11 +69,13 @@ def diagnose() -> dict[str, Any]:
 
 
 def _kernel_paths() -> list[dict[str, str]]:
-    """Each kernel path: runs, compiles, or unavailable because ..."""
-    paths: list[dict[str, str]] = [
-        {"path": "reference", "state": "runs", "reason": "float64 on the CPU"},
-    ]
-    return paths
+    """Each kernel path, and the GPU quantizers: runs, compiles, or unavailable because ..."""
+    from requant.kernels import gpu_quantize
+    from requant.kernels.dispatch import paths
+
+    found = [(state.path.value, state.availability) for state in paths()]
+    found.append(("gpu-quantize", gpu_quantize.availability()))
+    return [{"path": path, "state": state.state.value, "reason": state.reason} for path, state in found]
 
 
 def doctor_text(facts: dict[str, Any]) -> str:

@@ -97,7 +97,56 @@ def _tables(signoff: SignOff) -> list[Table]:
         tables += _runtimes(contract)
     if numerics is not None and "totals" in numerics.data:
         tables += [_weights(numerics), *_worst(numerics)]
+    kernels, speed = signoff.stage("kernels"), signoff.stage("speed")
+    if kernels is not None:
+        tables += _kernels(kernels)
+    if speed is not None:
+        tables += _speed(speed)
     return tables
+
+
+def _kernels(stage: StageResult) -> list[Table]:
+    """Every path with its kernel: its worst error, or why it did not run."""
+    worst = _object(stage.data.get("worst"))
+    rows: list[tuple[str, ...]] = []
+    for path in cast("Sequence[Mapping[str, str]]", stage.data.get("paths") or ()):
+        error = worst.get(path["path"])
+        shown = f"{error:.2e}" if isinstance(error, float) else str(error or "-")
+        rows.append((path["path"], path["kernel"], path["state"], shown, path["reason"]))
+    note = ""
+    marlin = _object(stage.data.get("marlin"))
+    if marlin:
+        flushed = _part(_int(marlin, "flushed"), _int(marlin, "block_scales"))
+        note = (
+            f"Simulated: Marlin would flush {flushed} block scales of the matrices checked; worst relative error of an "
+            f"output: {_float(marlin, 'worst_rel_error'):.2e}."
+        )
+    columns = ("path", "kernel", "here", "worst relative error", "on")
+    return [Table("Kernels against float64", columns, tuple(rows), frozenset({3}), note)] if rows else []
+
+
+def _speed(stage: StageResult) -> list[Table]:
+    """The kernels' times, one row per shape and number of tokens."""
+    bench = _object(stage.data.get("kernels"))
+    rows: list[tuple[str, ...]] = []
+    for point in cast("Sequence[Mapping[str, JSON]]", bench.get("points") or ()):
+        ceiling, bf16, mxfp4 = (point.get(key) for key in ("of_ceiling", "against_bf16", "against_mxfp4"))
+        rows.append(
+            (
+                str(point["shape"]),
+                str(point["tokens"]),
+                str(point["path"]),
+                f"{_float(point, 'us'):.1f}",
+                f"{_float(point, 'gbps'):.0f}",
+                f"{100 * ceiling:.0f}%" if isinstance(ceiling, float) else "-",
+                f"{bf16:.2f}" if isinstance(bf16, float) else "-",
+                f"{mxfp4:.2f}" if isinstance(mxfp4, float) else "-",
+            )
+        )
+    columns = ("shape", "tokens", "path", "us", "GB/s", "of read ceiling", "x BF16", "x MXFP4")
+    note = f"On {bench.get('device')}; {bench.get('path')}." if bench else ""
+    heading = "Kernel times" if bench.get("on_gpu") else "Kernel times (CPU path: no claim about decoding)"
+    return [Table(heading, columns, tuple(rows), frozenset({1, *range(3, 8)}), note)] if rows else []
 
 
 def _runtimes(contract: StageResult) -> list[Table]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from requant.manifests.errors import UsageError
+from requant.manifests.gates import SpeedGate
 from requant.manifests.schema import Manifest
 from requant.validate.contract import check_contract
 from requant.validate.numerics import check_numerics
@@ -32,11 +33,18 @@ class Bar(Protocol):
 
 
 def validate_output(
-    output: Path, source: Path, manifest: Manifest, *, only: Sequence[str] | None = None, bar: Bar
+    output: Path,
+    source: Path,
+    manifest: Manifest,
+    *,
+    only: Sequence[str] | None = None,
+    activations: Path | None = None,
+    bar: Bar,
 ) -> SignOff:
     """Judge `output` against `source` by the manifest's gates; writes the sign-off into `output` and returns it.
 
-    only: run just these stages. UsageError for a name that is no stage.
+    only: run just these stages; `kernels` also where the manifest does not ask for it, then as an optional gate.
+    activations: captured inputs for `kernels`. UsageError for a name that is no stage.
     """
     wanted = STAGES if only is None else tuple(only)
     for name in wanted:
@@ -44,7 +52,7 @@ def validate_output(
             raise UsageError(f"no stage is called {name!r}", where="--only", hint=f"stages: {', '.join(STAGES)}")
     results: list[StageResult] = []
     for name in STAGES:
-        if not _asked_for(name, manifest):
+        if not _asked_for(name, manifest) and not (name == "kernels" and only is not None and name in only):
             continue
         if name not in wanted:
             results.append(_not_run(name, "left out by --only"))
@@ -53,6 +61,12 @@ def validate_output(
         elif name == "numerics":
             with bar("numerics") as progress:
                 results.append(check_numerics(source, output, manifest.validation.numerics, progress=progress))
+        elif name == "kernels":
+            with bar("kernels, matrices") as progress:
+                results.append(_kernels(output, manifest, activations, progress))
+        elif name == "speed" and manifest.validation.speed is not None:
+            with bar("speed, points") as progress:
+                results.append(_speed(output, manifest.validation.speed, progress))
         else:
             results.append(_not_run(name, "this version has no such stage"))
     with bar("sha256") as progress:
@@ -63,6 +77,20 @@ def validate_output(
 
 def _asked_for(name: str, manifest: Manifest) -> bool:
     return name in ("contract", "numerics") or getattr(manifest.validation, name) is not None
+
+
+def _kernels(
+    output: Path, manifest: Manifest, activations: Path | None, progress: Callable[[int, int], None]
+) -> StageResult:
+    from requant.validate.kernel_check import check_kernels
+
+    return check_kernels(output, manifest.validation.kernels, activations=activations, progress=progress)
+
+
+def _speed(output: Path, gate: SpeedGate, progress: Callable[[int, int], None]) -> StageResult:
+    from requant.validate.speed import check_speed
+
+    return check_speed(output, gate, progress=progress)
 
 
 def _not_run(name: str, reason: str) -> StageResult:

@@ -1,0 +1,191 @@
+"""x @ weight^T for FP4 weights, by whichever kernel this machine has: one call, and the answer says which it was.
+
+    y, choice = matmul(x, PackedTensor(...))                    # numpy: FP32 [M, K] -> FP32 [M, N] on the CPU
+    y, choice = matmul(x, Fp4Tensor.weight(...))                # torch: BF16 [M, K] -> BF16 [M, N] on the GPU
+    y, choice = grouped_matmul(x, experts, expert_ids)          # y [tokens, top_k, N]
+
+dispatch.py has the paths and how `auto` chooses; a path asked for by name runs or raises KernelUnavailableError.
+activations="bf16" keeps `auto` from paths that round x to FP4 (a checkpoint made for W4A16 says so by having no
+input_scale). Bad operands raise ValueError, always before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from requant.kernels import reference
+from requant.kernels.cpu import cpu_matmul
+from requant.kernels.dispatch import Activations, Choice, Path, choose
+from requant.kernels.formats import NumberFormat, PackedTensor
+
+if TYPE_CHECKING:
+    import torch
+    from requant.kernels.w4a4_operands import Fp4Tensor
+
+__all__ = ["Product", "decode", "grouped_matmul", "matmul", "stack"]
+
+Y = TypeVar("Y")
+Array = NDArray[np.float32] | NDArray[np.float64]
+
+
+class Product(NamedTuple, Generic[Y]):
+    """The result, and which path made it."""
+
+    y: Y
+    choice: Choice
+
+
+@overload
+def matmul(
+    x: NDArray[np.float32],
+    weight: PackedTensor,
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[Array]: ...
+@overload
+def matmul(
+    x: torch.Tensor,
+    weight: Fp4Tensor,
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[torch.Tensor]: ...
+def matmul(
+    x: NDArray[np.float32] | torch.Tensor,
+    weight: PackedTensor | Fp4Tensor,
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[Array] | Product[torch.Tensor]:
+    """x [M, K] times weight [N, K] transposed, and the choice that was made; M may be 0.
+
+    input_scale: the static global scale of activations, for paths that round them (default: one per token). Raises
+    ValueError for operands that do not fit, KernelUnavailableError where the path cannot run.
+    """
+    if isinstance(weight, PackedTensor):
+        if not isinstance(x, np.ndarray):
+            raise ValueError("a PackedTensor of numpy arrays is multiplied on the CPU: x must be a numpy array too")
+        return _on_cpu(x, weight, path, activations)
+    if isinstance(x, np.ndarray):
+        raise ValueError("a weight on a GPU needs x as a torch tensor on that GPU")
+    if weight.codes.dim() != 2:
+        raise ValueError(f"{weight.codes.shape[0]} stacked weights need grouped_matmul and expert ids")
+    on_gpu = _same_device(x, weight)
+    n = weight.codes.shape[0]
+    choice = choose(path, weight.format, n, weight.k, on_gpu=on_gpu, activations=activations)
+    _check_bf16(x, weight.k)
+    return Product(_on_gpu(x, weight, choice.path, input_scale), choice)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: Fp4Tensor,
+    expert_ids: torch.Tensor,
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[torch.Tensor]:
+    """Each token times its own experts: x BF16 [T, K], weight [E, N, K], ids int [T, top_k] -> y BF16 [T, top_k, N].
+
+    Errors as matmul's, and ValueError for an expert id out of range.
+    """
+    if weight.codes.dim() != 3:
+        raise ValueError(f"codes {list(weight.codes.shape)} are not a stack of experts [E, N, K/2]")
+    on_gpu = _same_device(x, weight)
+    experts, n = weight.codes.shape[:2]
+    choice = choose(path, weight.format, n, weight.k, on_gpu=on_gpu, activations=activations, grouped=True)
+    _check_bf16(x, weight.k)
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(f"expert_ids must be [{x.shape[0]}, top_k], not {list(expert_ids.shape)}")
+    from requant.kernels import w4a16
+    from requant.kernels.w4a4 import grouped_matmul as w4a4_grouped
+    from requant.kernels.w4a4 import route
+
+    routing = route(expert_ids, experts)  # checks the ids
+    if choice.path in (Path.W4A4, Path.W4A4_EMULATED):
+        emulate = choice.path is Path.W4A4_EMULATED
+        rows = w4a4_grouped(x, weight, routing, input_scale=input_scale, emulate=emulate)
+        y = rows.new_empty(rows.shape)
+        y[routing.order] = rows
+    else:
+        ids = expert_ids.int().contiguous()
+        y = w4a16.w4a16_moe(x, weight.codes, weight.scales, weight.global_scale, ids, fmt=weight.format)
+    return Product(y.view(*expert_ids.shape, n), choice)
+
+
+def decode(weight: PackedTensor) -> NDArray[np.float64]:
+    """The weight's numbers, exact, float64 [N, K]."""
+    if weight.global_scale is None:
+        return reference.dequantize_mxfp4(weight.codes, weight.block_scales)
+    return reference.dequantize_nvfp4(weight.codes, weight.block_scales, float(weight.global_scale))
+
+
+def _on_cpu(x: NDArray[np.float32], weight: PackedTensor, path: Path | str, activations: Activations) -> Product[Array]:
+    n, k = weight.codes.shape[0], weight.codes.shape[1] * 2
+    choice = choose(path, weight.format, n, k, on_gpu=False, activations=activations)
+    if choice.path is Path.CPU:
+        return Product(cpu_matmul(x, weight), choice)
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x {x.shape} and weight [{n}, {k}] do not share K")
+    scale = weight.global_scale
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"global scale {scale} is not a positive finite number")
+    return Product(reference.matmul(x, decode(weight)), choice)
+
+
+def _same_device(x: torch.Tensor, weight: Fp4Tensor) -> bool:
+    if x.device != weight.codes.device:
+        raise ValueError(f"x is on {x.device}, the weight on {weight.codes.device}")
+    if x.device.type != "cuda":
+        raise ValueError(f"torch tensors are multiplied on a GPU, these are on {x.device}: give numpy arrays instead")
+    return True
+
+
+def _check_bf16(x: torch.Tensor, k: int) -> None:
+    import torch
+
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x must be bfloat16 [M, {k}], not {x.dtype} {list(x.shape)}")
+
+
+def _on_gpu(x: torch.Tensor, weight: Fp4Tensor, path: Path, input_scale: float | None) -> torch.Tensor:
+    from requant.kernels import w4a4, w4a16
+
+    if path in (Path.W4A4, Path.W4A4_EMULATED):
+        return w4a4.matmul(x, weight, input_scale=input_scale, emulate=path is Path.W4A4_EMULATED)
+    if path in (Path.W4A16, Path.W4A16_TRITON):
+        scale = 1.0 if weight.global_scale is None else weight.global_scale
+        way = "cuda" if path is Path.W4A16 else "triton"
+        return w4a16.w4a16_matmul(x, weight.codes, weight.scales, scale, fmt=weight.format, path=way)
+    # The quantizer holds no FP4 mma, so the emulated build's is the same; those two chips have no other.
+    static = None if weight.format is NumberFormat.MXFP4 else input_scale
+    quantized = w4a4.quantize(x, weight.format, input_scale=static, granularity="tensor", emulate=True)
+    if path is Path.SCALED_MM:
+        from requant.kernels import scaled_mm
+
+        return scaled_mm.matmul(quantized, weight)
+    from requant.kernels.triton import dot_scaled
+
+    return dot_scaled.matmul(quantized, weight)
+
+
+def stack(weights: Sequence[PackedTensor], device: str = "cuda") -> Fp4Tensor:
+    """Weights of one format and shape as the experts [E, N, K] of an Fp4Tensor on a device. ValueError otherwise."""
+    import torch
+    from requant.kernels.w4a4_operands import Fp4Tensor
+
+    if not weights or any(w.format is not weights[0].format for w in weights):
+        raise ValueError("only weights of one format can be stacked, and at least one")
+    codes, scales = np.stack([w.codes for w in weights]), np.stack([w.block_scales for w in weights])
+    found = [w.global_scale for w in weights if w.global_scale is not None]
+    scale = torch.tensor([float(g) for g in found], dtype=torch.float32, device=device) if found else None
+    return Fp4Tensor.weight(torch.as_tensor(codes, device=device), torch.as_tensor(scales, device=device), scale)

@@ -1,0 +1,242 @@
+"""The bench on a CPU, its tables and plot, the shapes it takes, and the verdict of the speed stage."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from requant.kernels.formats import NumberFormat
+from requant.manifests.errors import EnvironmentFault, SourceError, UsageError
+from requant.manifests.gates import SpeedGate
+from requant.validate import speed
+from requant.validate.collector import Collector
+from requant.validate.fp4_weights import Shape, layers_of, packed_weights, read_packed, shapes_of
+from requant.validate.numerics_read import MappedReader
+from requant.validate.opened import open_folder
+from requant.validate.results import Status
+from requant.validate.roofline import Ceilings
+from requant.validate.speed import Bench, Point, bench_kernels, check_speed
+from requant.validate.speed_report import bench_markdown, bench_text, run_bench, write_bench
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "modelopt"
+LLAMA, MOE = GOLDENS / "llama_nvfp4_kvfp8", GOLDENS / "qwen3moe_nvfp4_kvfp8"
+NVFP4 = NumberFormat.NVFP4
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def shapes(golden):
+    return shapes_of(layers_of(open_folder(GOLDENS / golden, Collector())))
+
+
+def test_q_k_v_and_gate_up_are_joined_as_a_runtime_joins_them():
+    found = shapes("llama_nvfp4_kvfp8")
+    assert {str(shape): layers[0].name for shape, layers in found.items()} == {
+        "64 x 128 nvfp4": "model.layers.0.mlp.down_proj",
+        "256 x 64 nvfp4": "model.layers.0.mlp.gate_up_proj",
+        "128 x 64 nvfp4": "model.layers.0.self_attn.qkv_proj",
+        "64 x 64 nvfp4": "model.layers.0.self_attn.o_proj",
+    }
+    qkv = found[Shape(NVFP4, 128, 64)][0]
+    assert [p.name.rpartition(".")[2] for p in qkv.parts[0]] == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_experts_are_one_shape_with_the_configs_top_k():
+    found = shapes("qwen3moe_nvfp4_kvfp8")
+    gate_up = found[Shape(NVFP4, 96, 64, experts=4, top_k=2)][0]
+    assert gate_up.name == "model.layers.0.mlp.experts.gate_up_proj"
+    assert [[p.name for p in expert] for expert in gate_up.parts][3] == [
+        "model.layers.0.mlp.experts.3.gate_proj",
+        "model.layers.0.mlp.experts.3.up_proj",
+    ]
+
+
+def test_stacked_experts_give_the_same_shapes_as_single_ones():
+    stacked, source = shapes("gptoss_nvfp4_requant"), shapes("_src_gptoss_mxfp4")
+    assert [(s.n, s.k, s.experts, s.top_k) for s in stacked] == [(64, 96, 4, 2), (192, 64, 4, 2)]
+    assert {s.format for s in stacked} == {NVFP4}
+    assert {s.format for s in source} == {NumberFormat.MXFP4}
+
+
+def test_a_transposed_stack_is_read_as_rows():
+    """modelopt stores experts as [E, K/2, N]; kernels want [N, K/2]."""
+    folder = open_folder(GOLDENS / "gptoss_nvfp4_requant", Collector())
+    named = packed_weights(folder)[1]
+    from safetensors import safe_open
+
+    with safe_open(str(GOLDENS / "gptoss_nvfp4_requant" / named.weight.codes.tensor.file), framework="pt") as handle:
+        stored = handle.get_tensor(named.weight.codes.tensor.name)
+    packed = read_packed(MappedReader(folder), named.weight)
+    np.testing.assert_array_equal(packed.codes, stored[1].numpy().T)
+    assert packed.codes.flags.c_contiguous
+
+
+# --- the bench on a CPU ---------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_path_is_timed_and_checked_and_labelled(no_gpu):
+    bench = bench_kernels(MOE, tokens=(1, 8))
+    assert (bench.on_gpu, bench.ceilings) == (False, None)
+    assert bench.device.startswith("cpu")
+    assert len(bench.points) == 2 * len(shapes("qwen3moe_nvfp4_kvfp8"))
+    assert {p.path for p in bench.points} == {"cpu"}
+    assert all(p.us > 0 and 0 < p.of_bound < 0.01 and p.bf16_us > 0 for p in bench.points)
+    assert all(p.of_ceiling is None for p in bench.points)
+    point = next(p for p in bench.points if p.shape == "128 x 64 nvfp4" and p.tokens == 8)
+    assert point.bytes == 128 * 64 * 9 // 16 + 4 + 8 * (128 + 64) * 2
+    assert point.gbps == pytest.approx(point.bytes / point.us / 1e3)
+    text = bench_text(bench)
+    assert "CPU path: the numbers are right, the times say nothing about decoding; GPU gates were not run" in text
+    assert "of read ceiling" not in text
+    json.dumps(bench.to_json(), allow_nan=False)
+
+
+def test_a_wrong_output_is_called_wrong(no_gpu, monkeypatch):
+    from requant.kernels import matmul as module
+
+    right = module.cpu_matmul
+    monkeypatch.setattr(module, "cpu_matmul", lambda x, w: right(x, w) * np.float32(1.01))
+    bench = bench_kernels(LLAMA, tokens=(1,))
+    assert len(bench.wrong) == len(bench.points) == 4
+    assert "outputs: 4 of 4 WRONG" in bench_text(bench)
+
+
+def test_bad_requests(no_gpu):
+    with pytest.raises(SourceError, match="holds no FP4 weight"):
+        bench_kernels(GOLDENS / "_src_llama_bf16")
+    with pytest.raises(EnvironmentFault, match="there is no GPU"):
+        run_bench(LLAMA, "1", "cuda", "auto")
+    for tokens, device, path, message in [
+        ("1,x", "cpu", "auto", "no list of numbers"),
+        ("0", "cpu", "auto", "at least 1"),
+        ("1", "tpu", "auto", "no device is called 'tpu'"),
+        ("1", "cpu", "w4a99", "no path is called 'w4a99'"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            run_bench(LLAMA, tokens, device, path)
+
+
+# --- the speed stage ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_speed_gate_is_not_run(no_gpu):
+    result = check_speed(LLAMA, SpeedGate())
+    assert (result.status, result.reason) == (
+        Status.NOT_RUN,
+        "no GPU: a CPU's times say nothing about decoding",
+    )
+
+
+def test_the_kernel_part_alone_never_passes_the_gate(no_gpu):
+    result = check_speed(LLAMA, SpeedGate(device="cpu", concurrency=(1, 2), requests=(1, 2), baseline="bf16"))
+    assert result.status is Status.NOT_RUN
+    assert "tokens per second were not measured" in result.reason
+    assert len(result.data["kernels"]["points"]) == 8
+
+
+def test_wrong_outputs_fail_the_gate(no_gpu, monkeypatch):
+    bench = bench_kernels(LLAMA, tokens=(1,))
+    bad = replace(bench, points=(replace(bench.points[0], of_bound=float("inf")), *bench.points[1:]))
+    monkeypatch.setattr(speed, "bench_kernels", lambda *args, **more: bad)
+    result = check_speed(LLAMA, SpeedGate(device="cpu"))
+    assert (result.status, result.reason) == (Status.FAILED, "1 of 4 timed outputs are wrong")
+    assert result.findings[0].rule == "beyond-bound"
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+# --- tables and plot, from a made-up run on a GPU --------------------------------------------------------------------
+
+
+def gpu_bench():
+    def point(tokens, us, experts=0):
+        return Point(
+            layer="layers.0.w", shape="4096 x 4096 nvfp4" + (", 8 experts, top 2" if experts else ""), n=4096, k=4096,
+            experts=experts, top_k=2, format="nvfp4", tokens=tokens, path="w4a16", kernel="csrc/w4a16.cu", us=us,
+            spread_us=0.1, touched=2.0, bytes=9_437_188, flops=2 * tokens * 4096**2, gbps=9437.188 / us,
+            of_ceiling=0.5, of_floor=0.45, of_bound=0.3, bf16_us=2 * us, mxfp4_us=0.9 * us,
+        )  # fmt: skip
+
+    points = (*(point(m, 5.0 + m / 10) for m in (1, 8, 64)), point(1, 9.0, experts=8))
+    return Bench("cuda:0 Card (SM90)", True, "w4a16: why", Ceilings(4400.0, 4290.0, 780.0), points, 1.0, "torch 2")
+
+
+def test_the_table_says_what_it_was_measured_on():
+    page = bench_markdown(gpu_bench(), "T", ["commit: abc"])
+    assert page.startswith("# T\n\n- commit: abc\n- device: cuda:0 Card (SM90); torch 2\n")
+    assert "read 4.40 TB/s, copy 4.29 TB/s, BF16 torch.matmul 780 TFLOP/s" in page
+    assert "| 1 | 5.10 | 0.10 | 9.44 | 1850 | 50% | 45% | 10.20 | 2.00 | 4.59 | 0.90 | 0.3 |" in page
+    assert "outputs: all 4 that were timed are within their bound" in page
+    moe = page[page.index("## 4096 x 4096 nvfp4, 8 experts") :]
+    assert "| 1 | 9.00 | 0.10 | 9.44 | 1049 | 50% | 45% | 18.00 | 2.00 | 8.10 | 0.90 | 2.0 | 0.3 |" in moe
+
+
+def test_the_roofline_is_drawn_as_svg_and_png(tmp_path):
+    bench = gpu_bench()
+    files, missing = write_bench(bench, "model", tmp_path)
+    assert missing == ""
+    assert sorted(f.name for f in files) == ["bench.json", "bench.md", "roofline.png", "roofline.svg"]
+    text = (tmp_path / "roofline.svg").read_text()
+    assert ET.fromstring(text).tag.endswith("svg")
+    assert "#0072b2" in text
+    assert "#d55e00" in text
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    first = text
+    write_bench(bench, "model", tmp_path)
+    assert (tmp_path / "roofline.svg").read_text() == first, "the same run gives the same picture"
+    assert json.loads((tmp_path / "bench.json").read_text())["ceilings"]["read_gbps"] == 4400.0
+
+
+def test_the_roofs_colours_stand_out_on_white_and_on_black():
+    from requant.validate import speed_plot
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light = luminance(speed_plot._GREY)
+    assert 1.05 / (light + 0.05) > 3.9
+    assert (light + 0.05) / 0.05 > 5
+    assert len(set(speed_plot._COLOURS)) == len(set(speed_plot._MARKERS)) == 8
+
+
+def test_there_is_no_roofline_without_a_gpu(no_gpu, tmp_path):
+    files, missing = write_bench(bench_kernels(LLAMA, tokens=(1,)), "m", tmp_path)
+    assert [f.name for f in files] == ["bench.json", "bench.md"]
+    assert missing == "a CPU's times have no roofline"
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", ["llama_nvfp4_kvfp8", "llama_mxfp4", "gptoss_nvfp4_requant"])
+def test_the_bench_runs_and_every_output_is_right(golden):
+    bench = bench_kernels(GOLDENS / golden, tokens=(1, 5, 64))
+    assert bench.on_gpu
+    assert not bench.wrong
+    assert bench.ceilings.read_gbps > 100
+    for point in bench.points:
+        assert 0 < point.of_bound <= 1
+        assert 0 < point.of_ceiling < 1.2
+        assert point.bf16_us > 0
+
+
+@pytest.mark.gpu
+def test_the_same_codes_under_e8m0_scales_are_the_same_numbers():
+    from requant.kernels.w4a4_operands import Fp4Tensor
+    from requant.validate.speed_gpu import as_mxfp4, decode
+
+    codes = torch.randint(0, 256, (8, 64), dtype=torch.uint8, device="cuda")
+    exponent = torch.randint(1, 15, (8, 4), device="cuda", dtype=torch.uint8).repeat_interleave(2, dim=1)
+    nvfp4 = Fp4Tensor.weight(codes, (exponent << 3).contiguous(), 2.0**-5)
+    assert torch.equal(decode(nvfp4), decode(as_mxfp4(nvfp4)))

@@ -491,9 +491,7 @@ def _judge(job: Job, quiet: bool) -> SignOff:
     from requant.validate.streamed import sign_off_streamed
 
     output = job.plan.output
-    signed = sign_off_streamed(
-        output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet)
-    )
+    signed = sign_off_streamed(output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet))
     shutil.rmtree(stream_folder(output))
     return signed
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from requant.convert.checkpoint import open_checkpoint
-from requant.convert.engine import Engine, LocalEngine
+from requant.convert.engine import Engine, LocalEngine, worker_bytes
 from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
 from requant.convert.hub import fetch, is_offline
 from requant.convert.layouts.reading import recognise
@@ -29,6 +29,9 @@ from requant.manifests.load import LoadedManifest, load_manifest
 from requant.manifests.schema import Manifest
 
 __all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_job"]
+
+if TYPE_CHECKING:
+    from requant.convert.stream import MakeJudge
 
 LOCK_FILE: Final = "requant.lock.json"
 MANIFEST_FILE: Final = "requant.manifest.yaml"
@@ -99,10 +102,8 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
 def _refuse_unbuilt(manifest: Manifest) -> None:
     """What the schema can say and this version cannot do is refused, never ignored."""
     faults = {
-        "target.format": manifest.target.format in ("fp8", "bf16"),
-        "kv_cache": manifest.kv_cache is not None,
         "activations.calibrate": manifest.activations.calibrate is not None,
-        "execute.engine": manifest.execute.engine != "local",
+        "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
         "execute.device": manifest.execute.device == "cuda",
     }
     for where, unbuilt in faults.items():
@@ -161,7 +162,7 @@ def fetch_source(job: Job) -> Job:
     return replace(job, plan=replace(job.plan, catalogue=fetched))
 
 
-def _streamed(job: Job, inner: Engine) -> tuple[Job, Engine]:
+def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None) -> tuple[Job, Engine]:
     """The job over a source with holes, and the engine that fills them window by window."""
     from requant.convert.stream import StreamEngine, streamed_source, window_budget
 
@@ -171,7 +172,9 @@ def _streamed(job: Job, inner: Engine) -> tuple[Job, Engine]:
             where="execute.stream",
             hint="unset HF_HUB_OFFLINE, or set execute.stream: false if the cache holds the source",
         )
-    engine = StreamEngine(job.remote, inner, window_budget(job.plan))
+    if make_judge is None:
+        raise UsageError("nothing compares a streamed conversion later", where="make_judge", hint="pass one")
+    engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
     return replace(job, plan=streamed_source(job.plan, job.remote)), engine
 
 
@@ -194,14 +197,18 @@ def check_source_unchanged(job: Job) -> None:
         )
 
 
-def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: None) -> RunResult:
-    """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last."""
+def run_job(
+    job: Job, *, force: bool = False, progress: Progress = lambda _: None, make_judge: MakeJudge | None = None
+) -> RunResult:
+    """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last.
+
+    make_judge: what compares a streamed conversion with its source; needed for one.
+    """
     if not force:
         check_source_unchanged(job)
-    workers = job.manifest.execute.workers
-    engine: Engine = LocalEngine(default_workers() if workers == "auto" else workers)
+    engine = engine_of(job.plan)
     if job.manifest.execute.stream:
-        job, engine = _streamed(job, engine)
+        job, engine = _streamed(job, engine, make_judge)
     else:
         job = fetch_source(job)
     lock = lock_of(job)
@@ -221,14 +228,20 @@ def run_job(job: Job, *, force: bool = False, progress: Progress = lambda _: Non
         lock["complete"] = True
         (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
 
-    return execute(
-        job.plan,
-        finish,
-        engine=engine,
-        force=force,
-        progress=progress,
-        lock=lock,
-    )
+    return execute(job.plan, finish, engine=engine, force=force, progress=progress, lock=lock)
+
+
+def engine_of(plan: Plan) -> Engine:
+    """The engine that the manifest names. EnvironmentFault if its extra is not installed."""
+    settings = plan.manifest.execute
+    workers = None if settings.workers == "auto" else settings.workers
+    if settings.engine == "local":
+        return LocalEngine(workers or default_workers())
+    from requant.convert.engine_ray import PROCESS_BYTES, RayEngine, require_ray
+
+    require_ray()
+    gpus = 1 if settings.device == "cuda" else 0
+    return RayEngine(settings.ray_address, workers, PROCESS_BYTES + worker_bytes(plan), gpus)
 
 
 def copy_sidecars(plan: Plan, folder: Path) -> None:

@@ -6,40 +6,40 @@
     <output>.stream/numerics.jsonl    what was judged, so that an interrupted run goes on
 
 The next window is fetched while one is converted. Every window is compared with its source while both are there
-(numerics_pieces.py), so that a streamed checkpoint is signed off by the same gates; those that need the whole model
-beside its source are `not run`, and the manifest must allow that.
+(validate/numerics_pieces.py, handed in by the command line), so that a streamed checkpoint is signed off by the same
+gates; those that need the whole model beside its source are `not run`, and the manifest must allow that.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, Protocol
 
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.engine import PART_SUFFIX, Done, Engine, ShardFiles
 from requant.convert.plan import Plan, Unit
-from requant.convert.private import LOCAL_FOLDER, public_manifest
+from requant.convert.private import public_manifest
 from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, read_range, refuse_changed
 from requant.convert.windows import Window, cut_windows, tensors_of
-from requant.manifests.errors import SourceError, UsageError
-from requant.manifests.schema import Manifest
-from requant.validate.contract import check_contract
-from requant.validate.numerics_pieces import PiecewiseNumerics
-from requant.validate.results import StageResult, Status
-from requant.validate.signoff import sign_off, write_signoff
-from requant.validate.verdict import SignOff
+from requant.manifests.errors import UsageError
 
-__all__ = ["STREAM_SUFFIX", "StreamEngine", "sign_off_streamed", "stream_folder", "streamed_source", "window_budget"]
+__all__ = [
+    "Judge",
+    "MakeJudge",
+    "StreamEngine",
+    "source_with_holes",
+    "stream_folder",
+    "streamed_source",
+    "window_budget",
+]
 
 STREAM_SUFFIX: Final = ".stream"
 _SOURCE: Final = "source-"
-NUMERICS_FILE: Final = f"{LOCAL_FOLDER}/numerics.json"
 WINDOW_BYTES: Final = 4 * 10**9
 """Of a window where max_disk sets no bound."""
 WINDOWS: Final = 32
@@ -53,6 +53,11 @@ REQUEST_BYTES: Final = 32 * 10**6
 def stream_folder(output: Path) -> Path:
     """Where the source passes through."""
     return output.with_name(output.name + STREAM_SUFFIX)
+
+
+def source_with_holes(output: Path) -> Path:
+    """What a streamed run left of its source: headers, configs and sidecars."""
+    return next(iter(stream_folder(output).glob(f"{_SOURCE}*")), stream_folder(output))
 
 
 def streamed_source(plan: Plan, remote: Remote) -> Plan:
@@ -88,6 +93,26 @@ def _largest(units: Sequence[Unit]) -> int:
     return max((sum(t.nbytes for t in {t.name: t for t in tensors_of(unit)}.values()) for unit in units), default=1)
 
 
+class Judge(Protocol):
+    """Compares what was made with its source, while both are there (validate/numerics_pieces.py)."""
+
+    def unjudged(self) -> Collection[str]:
+        """Names of source tensors that some window must still hold."""
+        ...
+
+    def piece(self, source: Path, output: Path, tensors: Collection[str]) -> None:
+        """Judge what these source tensors became."""
+        ...
+
+    def save(self, output: Path) -> None:
+        """Leave the result in the output folder."""
+        ...
+
+
+MakeJudge = Callable[[Path, Path, Path], Judge]
+"""(source with holes, view of the output, file to record in) -> the judge of a run."""
+
+
 @dataclass
 class StreamEngine:
     """Does the units window by window, each by `inner`. after(view): called when a window is judged and freed."""
@@ -95,6 +120,7 @@ class StreamEngine:
     remote: Remote
     inner: Engine
     budget: int
+    make_judge: MakeJudge
     after: Callable[[Path, Sequence[int]], None] = lambda _view, _units: None
 
     @property
@@ -113,7 +139,7 @@ class StreamEngine:
             record.unlink(missing_ok=True)  # of a run that is not gone on with
         view = folder / "view"
         _link_shards(plan, files.partial, view)
-        judge = PiecewiseNumerics(plan.catalogue.root, view, record)
+        judge = self.make_judge(plan.catalogue.root, view, record)
         missing = judge.unjudged()
         again = {i for i, unit in enumerate(plan.units) if any(t.name in missing for t in tensors_of(unit))}
         windows = cut_windows(plan, again | set(todo), self.budget)
@@ -128,10 +154,7 @@ class StreamEngine:
             judge.piece(place, view, {tensor.name for tensor in window.tensors})
             shutil.rmtree(place)
             self.after(files.partial, window.units)
-        result = judge.result(plan.manifest.validation.numerics)
-        target = files.partial / NUMERICS_FILE
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        target.write_text(json.dumps(SignOff(plan.manifest.name, "", (), (result,), (), {}, {}).to_json()))
+        judge.save(files.partial)
 
     def _fetched(self, plan: Plan, windows: Sequence[Window], folder: Path) -> Iterator[tuple[Window, Path]]:
         """Each window with the folder that holds its bytes; the next one is on its way meanwhile."""
@@ -194,30 +217,3 @@ def _link_shards(plan: Plan, partial: Path, view: Path) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to((final if final.exists() else final.with_name(final.name + PART_SUFFIX)).resolve())
     (view / "requant.manifest.yaml").write_text(public_manifest(plan.manifest))
-
-
-# --- sign-off ---------------------------------------------------------------------------------------------------------
-
-
-def sign_off_streamed(output: Path, manifest: Manifest, bar: Callable[[str], Any]) -> SignOff:
-    """Judge a streamed output: numerics as the run found them, the contract on the files; the rest is not run."""
-    try:
-        source = next(stream_folder(output).glob(f"{_SOURCE}*"))
-        raw = cast("dict[str, Any]", json.loads((output / NUMERICS_FILE).read_text()))
-        numerics = SignOff.from_json(raw).stages[0]
-    except (StopIteration, OSError, ValueError, LookupError, TypeError) as error:
-        raise SourceError(
-            "what the run compared is not there", where=str(output / NUMERICS_FILE), hint="convert again with --force"
-        ) from error
-    why = "the conversion was streamed: source and output are never whole on this disk"
-    asked = [name for name in ("kernels", "model", "speed", "serving") if getattr(manifest.validation, name)]
-    results = [
-        check_contract(output, manifest.target.runtimes, source=source),
-        numerics,
-        *(StageResult(name, Status.NOT_RUN, why) for name in asked),
-    ]
-    with bar("sha256") as progress:
-        signed = sign_off(output, manifest, results, progress=progress)
-    write_signoff(output, signed)
-    shutil.rmtree(stream_folder(output))
-    return signed

@@ -132,9 +132,9 @@ def test_a_connection_cut_in_a_window_is_taken_up(hub, kit, ordinary, small_wind
 
 def test_a_window_of_wrong_bytes_is_not_signed_off(hub, kit, ordinary, small_windows, monkeypatch):
     """The comparison reads the source again from the window, so what the converter did to it shows."""
-    from requant.convert import stream
+    from requant.validate.streamed import Judge
 
-    original = stream.PiecewiseNumerics.piece
+    original = Judge.piece
 
     def spoiled(self, source, output, tensors):
         if "model.norm.weight" in tensors:
@@ -146,7 +146,7 @@ def test_a_window_of_wrong_bytes_is_not_signed_off(hub, kit, ordinary, small_win
             shard.resolve().write_bytes(data)
         return original(self, source, output, tensors)
 
-    monkeypatch.setattr(stream.PiecewiseNumerics, "piece", spoiled)
+    monkeypatch.setattr(Judge, "piece", spoiled)
     assert kit.requant("convert", kit.manifest(SOURCE, "streamed", stream=True), "--quiet") == 5
     numerics = signoff(kit.tmp / "streamed")["stages"][1]
     assert [(f["rule"], f["where"]) for f in numerics["findings"]] == [("copy-differs", "model.norm.weight")]

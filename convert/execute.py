@@ -106,8 +106,8 @@ def execute(
                 if lock is not None:
                     _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
                 run = _Run(plan, partial, journal, progress)
-                resumed = len(journal.done)
                 run.prepare()
+                resumed = len(journal.done)
                 begin = time.monotonic()
                 run.work(engine)
                 record = run_record(engine.name, run.tasks, time.monotonic() - begin)

@@ -128,3 +128,47 @@ def test_weights_scales_and_input_scales_are_modelopts_given_its_calibration(kit
     wanted = {name: tensor for name, tensor in theirs.items() if not name.endswith((".k_scale", ".v_scale"))}
     assert ours.keys() == wanted.keys()
     assert [name for name in wanted if ours[name] != wanted[name]] == []
+
+
+# --- KV scales, mixed formats, and the ways through BF16 --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("golden", ["llama_nvfp4_kvfp8", "qwen3moe_nvfp4_kvfp8"])
+def test_kv_scales_are_taken_over_from_the_export_and_said_in_both_files(kit, golden):
+    """C128: every tensor byte for byte, k_proj.k_scale and v_proj.v_scale among them."""
+    source = "_src_qwen3moe_bf16" if "moe" in golden else "_src_llama_bf16"
+    rules = [{"match": "*_proj", "to": "nvfp4", "scale": "nearest"}, {"match": "*", "to": "keep"}]
+    given = {"input_scale": {"from": str(GOLDENS / golden)}}
+    output, _ = kit.convert(GOLDENS / source, rules, activations=given, kv_cache="fp8")
+    same_file(output, GOLDENS / golden, kit.load)
+    for file, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        mine, his = (json.loads((folder / file).read_text())[key] for folder in (output, GOLDENS / golden))
+        assert {k: v for k, v in mine.items() if k != "producer"} == {k: v for k, v in his.items() if k != "producer"}
+
+
+def test_fp8_attention_beside_nvfp4_mlp_is_modelopts_mixed_precision(kit):
+    """C61: each layer's own scales; weights, scales, input and KV scales and both config files."""
+    golden = GOLDENS / "llama_mixed_fp8attn_nvfp4mlp"
+    rules = [
+        {"match": "*.self_attn.*_proj", "to": "fp8"},
+        {"match": "*.mlp.*_proj", "to": "nvfp4", "scale": "nearest"},
+        {"match": "*", "to": "keep"},
+    ]
+    given = {"input_scale": {"from": str(golden)}}
+    output, _ = kit.convert(GOLDENS / "_src_llama_bf16", rules, activations=given, kv_cache="fp8")
+    same_file(output, golden, kit.load)
+    for file, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        mine, his = (json.loads((folder / file).read_text())[key] for folder in (output, golden))
+        assert {k: v for k, v in mine.items() if k != "producer"} == {k: v for k, v in his.items() if k != "producer"}
+
+
+def test_gpt_oss_by_way_of_bf16_is_modelopts_requantization(kit):
+    """MXFP4 -> BF16 stacks [E, K, N] -> NVFP4 nearest, as modelopt's own script goes: every byte of every tensor."""
+    golden = GOLDENS / "gptoss_nvfp4_requant"
+    middle, _ = kit.convert(
+        GOLDENS / "_src_gptoss_mxfp4", [{"match": "*", "to": "bf16"}], output="middle", format="bf16"
+    )
+    assert kit.load(middle)["model.layers.0.mlp.experts.gate_up_proj"][:2] == ("BF16", (4, 64, 192))
+    rules = [{"match": "*.experts.*_proj", "to": "nvfp4", "scale": "nearest"}, {"match": "*", "to": "keep"}]
+    output, _ = kit.convert(middle, rules, activations={"input_scale": {"from": str(golden)}})
+    same_file(output, golden, kit.load)

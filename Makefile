@@ -9,6 +9,8 @@ BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
 DEMO_ENV  := $(VENV)/.stamp-demo
 DEV_ENV   := $(VENV)/.stamp-dev
+EVAL_VENV := $(VENV)-eval
+EVAL_ENV  := $(EVAL_VENV)/.stamp-eval
 RAY_ENV   := $(VENV)/.stamp-ray
 MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
 
@@ -19,6 +21,7 @@ help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
 	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
 	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
+	@echo 'make test-eval  the tests that need transformers, in .venv-eval'
 	@echo 'make lint | types | pytest | format | build | clean'
 	@echo 'PYTHON=$(PYTHON) VENV=$(VENV) DEMO_OUT=$(DEMO_OUT) JOBS=$(JOBS)'
 
@@ -46,6 +49,10 @@ pytest: $(DEV_ENV)
 test-ray: $(RAY_ENV)
 	$(BIN)/pytest -m ray tests/ray $(ARGS)
 
+# Models that run: an environment of its own, since transformers changes often and brings much.
+test-eval: $(EVAL_ENV)
+	$(EVAL_VENV)/bin/python -m pytest tests/model $(ARGS)
+
 format: $(DEV_ENV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -54,7 +61,7 @@ build: $(DEV_ENV)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -71,4 +78,10 @@ $(DEV_ENV): pyproject.toml constraints.txt | $(BIN)/python
 
 $(RAY_ENV): $(DEV_ENV)
 	$(INSTALL) '.[dev,ray]'
+	@touch $@
+
+$(EVAL_ENV): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[eval,demo]' 'pytest>=8.3' 'hypothesis>=6.130'
 	@touch $@

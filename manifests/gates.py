@@ -57,12 +57,26 @@ class ModelGate(Gate):
     """The converted model against the source on the same tokens."""
 
     text: Location = Field(description="File with the text to score, UTF-8.")
-    tokens: Count = Field(default=8192, description="How many tokens of it.")
-    max_kl: Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0)] | None = Field(
-        default=None, description="Largest mean KL divergence of the next-token distributions, in nats."
+    tokens: Count = Field(default=4096, description="How many tokens of it.")
+    sequence_length: Count = Field(default=512, description="Tokens in a row; the text is cut into such stretches.")
+    greedy_steps: Annotated[int, Strict(), Field(ge=64)] = Field(
+        default=64, description="Greedy steps to compare from each prompt: fewer than 64 have passed broken models."
     )
-    max_ppl_ratio: Positive | None = Field(
-        default=None, description="Largest perplexity, as a multiple of the source's."
+    prompts: Location | None = Field(
+        default=None,
+        description="File with a prompt per line, through the chat template where there is one. Without it: eight "
+        "built-in questions for chat models, beginnings of the text for others.",
+    )
+    max_kl: Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="Largest mean KL divergence of the next-token distributions, in nats. `auto`: 0, and identical "
+        "greedy tokens, where every weight equals its source; otherwise what the format makes one expect.",
+    )
+    max_ppl_ratio: Positive | Literal["auto"] | None = Field(
+        default="auto", description="Largest perplexity, as a multiple of the source's; the whole interval counts."
+    )
+    w4a4: Flag = Field(
+        default=False, description="Also round activations to NVFP4 by their static scales, as FP4 tensor cores do."
     )
     trust_remote_code: Flag = Field(
         default=False, description="Run Python code that the checkpoint carries. Never needed to convert."

@@ -125,6 +125,10 @@ class MappedReader:
         row = block[copy.expert][copy.first :: copy.step]
         return row.contiguous().reshape(-1).view(torch.uint8).numpy()
 
+    def tensor(self, tensor: Tensor) -> object:
+        """The whole tensor as torch has it, a view of the mapping: clone what shall outlive it."""
+        return self._handle(tensor, tensor.nbytes).get_tensor(tensor.name)
+
     def scalar(self, tensor: Tensor) -> float:
         """An F32 tensor's first value, as float64 (little-endian whatever the machine)."""
         return float(self.rows(tensor, 0, 1)[:4].view("<f4")[0])

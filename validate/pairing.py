@@ -18,7 +18,7 @@ from requant.kernels.formats import NumberFormat
 from requant.validate.modules import Kind, Module, expert_of, modules_of
 from requant.validate.opened import Tensor
 
-__all__ = ["Copy", "Pair", "Pairing", "View", "Weight", "pair_checkpoints"]
+__all__ = ["Copy", "Pair", "Pairing", "UnreadableError", "View", "Weight", "pair_checkpoints", "weight_of"]
 
 _INTERLEAVED = {"gate_proj": 0, "up_proj": 1}
 """Rows of gpt-oss's gate_up_proj: even = gate, odd = up (transformers, modeling_gpt_oss.py)."""
@@ -95,7 +95,7 @@ class Pairing:
     converted: set[str] = field(default_factory=set[str])
 
 
-class _UnreadableError(Exception):
+class UnreadableError(Exception):
     """A module that cannot be seen as a weight; the message says why."""
 
 
@@ -169,7 +169,7 @@ def _pair_module(
         origin, first, step = _origin(module, theirs)
         census.converted.update(_core(origin))
         weights = list(_matched(module, origin, first, step))
-    except _UnreadableError as error:
+    except UnreadableError as error:
         census.unreadable[module.name] = str(error)
         return
     for theirs_weight, ours_weight in weights:
@@ -192,50 +192,50 @@ def _origin(module: Module, theirs: Mapping[str, Module]) -> tuple[Module, int, 
         stack = theirs.get(f"{parent}.{'gate_up_proj' if leaf in _INTERLEAVED else leaf}")
         if stack is not None and stack.stacked:
             return (stack, _INTERLEAVED[leaf], 2) if leaf in _INTERLEAVED else (stack, 0, 1)
-    raise _UnreadableError("has no counterpart in the source")
+    raise UnreadableError("has no counterpart in the source")
 
 
 def _matched(module: Module, origin: Module, first: int, step: int) -> Iterator[tuple[Weight, Weight]]:
     parts = expert_of(module.name)
     if origin.stacked and not module.stacked:
         if parts is None:
-            raise _UnreadableError(f"is one matrix, its source {origin.name} a stack of experts")
+            raise UnreadableError(f"is one matrix, its source {origin.name} a stack of experts")
         if parts[1] >= _experts(origin):
-            raise _UnreadableError(f"expert {parts[1]} does not exist: the source has {_experts(origin)}")
-        yield _weight(origin, parts[1], first, step), _weight(module, None)
+            raise UnreadableError(f"expert {parts[1]} does not exist: the source has {_experts(origin)}")
+        yield weight_of(origin, parts[1], first, step), weight_of(module, None)
     elif origin.stacked and module.stacked:
         if _experts(origin) != _experts(module):
-            raise _UnreadableError(f"holds {_experts(module)} experts, its source {_experts(origin)}")
+            raise UnreadableError(f"holds {_experts(module)} experts, its source {_experts(origin)}")
         for expert in range(_experts(origin)):
-            yield _weight(origin, expert), _weight(module, expert)
+            yield weight_of(origin, expert), weight_of(module, expert)
     elif module.stacked:
-        raise _UnreadableError(f"is a stack of experts, its source {origin.name} one matrix")
+        raise UnreadableError(f"is a stack of experts, its source {origin.name} one matrix")
     else:
-        yield _weight(origin, None), _weight(module, None)
+        yield weight_of(origin, None), weight_of(module, None)
 
 
-def _weight(module: Module, expert: int | None, first: int = 0, step: int = 1) -> Weight:
-    """A module (or one expert of it) as a matrix; _UnreadableError where parts or shapes are wrong."""
+def weight_of(module: Module, expert: int | None, first: int = 0, step: int = 1) -> Weight:
+    """A module (or one expert of it) as a matrix; UnreadableError where parts or shapes are wrong."""
     codes, scales = module.weight, module.block_scale
     if codes is None or module.kind in _NO_FORMAT:
-        raise _UnreadableError(
+        raise UnreadableError(
             f"{module.name} is {_NO_FORMAT.get(module.kind, 'no weight')}: no comparison is known for it"
         )
     if expert is None and len(codes.shape) != 2:
-        raise _UnreadableError(f"{codes.name} has shape {list(codes.shape)}: expected two axes")
+        raise UnreadableError(f"{codes.name} has shape {list(codes.shape)}: expected two axes")
     turned = module.stacked and "blocks" not in module.parts
     view = View(codes, expert, first, step, turned)
     rows = _rows(module) // step
     if module.kind is Kind.PLAIN:
         return Weight(module.name, NumberFormat.BF16, rows, module.k, view)
     if scales is None:
-        raise _UnreadableError(f"{module.name} has no block scales")
+        raise UnreadableError(f"{module.name} has no block scales")
     if scales.shape != module.scale_shape(module.group) or module.k % module.group:
         expected = list(module.scale_shape(module.group))
-        raise _UnreadableError(f"{scales.name} has shape {list(scales.shape)}: expected {expected}")
+        raise UnreadableError(f"{scales.name} has shape {list(scales.shape)}: expected {expected}")
     if module.kind is Kind.NVFP4 and (module.global_scale is None or scales.dtype != "F8_E4M3"):
         wrong = "no global scale" if module.global_scale is None else f"{scales.dtype} scales where E4M3 belong"
-        raise _UnreadableError(f"{module.name} has {wrong}")
+        raise UnreadableError(f"{module.name} has {wrong}")
     return Weight(
         module.name,
         NumberFormat.NVFP4 if module.kind is Kind.NVFP4 else NumberFormat.MXFP4,

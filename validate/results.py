@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-__all__ = ["JSON", "Finding", "Severity", "StageResult", "Status", "status_of"]
+__all__ = ["JSON", "Finding", "Severity", "StageResult", "Status", "status_of", "weights_equal"]
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 """Any value json.dumps writes; callers keep NaN and infinity out."""
@@ -98,3 +98,9 @@ class StageResult:
 def status_of(findings: Sequence[Finding]) -> Status:
     """`failed` if any finding is an error, `passed` otherwise."""
     return Status.FAILED if any(finding.severity == "error" for finding in findings) else Status.PASSED
+
+
+def weights_equal(numerics: StageResult) -> bool:
+    """Whether the stage `numerics` passed and found every converted weight equal to its source."""
+    totals = numerics.data.get("totals")
+    return numerics.status is Status.PASSED and isinstance(totals, Mapping) and totals.get("changed") == 0

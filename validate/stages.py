@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from requant.manifests.errors import UsageError
-from requant.manifests.gates import SpeedGate
+from requant.manifests.gates import ModelGate, SpeedGate
 from requant.manifests.schema import Manifest
 from requant.validate.contract import check_contract
 from requant.validate.numerics import check_numerics
-from requant.validate.results import StageResult, Status
+from requant.validate.results import StageResult, Status, weights_equal
 from requant.validate.signoff import sign_off, write_signoff
 from requant.validate.verdict import SignOff
 
@@ -61,6 +61,9 @@ def validate_output(
         elif name == "numerics":
             with bar("numerics") as progress:
                 results.append(check_numerics(source, output, manifest.validation.numerics, progress=progress))
+        elif name == "model" and manifest.validation.model is not None:
+            with bar("model, tokens") as progress:
+                results.append(_model(output, source, manifest, manifest.validation.model, results, progress))
         elif name == "kernels":
             with bar("kernels, matrices") as progress:
                 results.append(_kernels(output, manifest, activations, progress))
@@ -77,6 +80,27 @@ def validate_output(
 
 def _asked_for(name: str, manifest: Manifest) -> bool:
     return name in ("contract", "numerics") or getattr(manifest.validation, name) is not None
+
+
+def _model(
+    output: Path,
+    source: Path,
+    manifest: Manifest,
+    gate: ModelGate,
+    earlier: Sequence[StageResult],
+    progress: Callable[[int, int], None],
+) -> StageResult:
+    from requant.validate.model import check_model
+
+    numerics = next((result for result in earlier if result.stage == "numerics"), None)
+    return check_model(
+        source,
+        output,
+        gate,
+        target=manifest.target.format,
+        lossless=numerics is not None and weights_equal(numerics),
+        progress=progress,
+    )
 
 
 def _kernels(

@@ -1,0 +1,201 @@
+"""The stage `model` on real transformers classes: goldens of modelopt against the checkpoints they were made from."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra eval")
+
+import torch
+from requant.kernels.empty_model import ModelUnavailableError
+from requant.manifests.gates import ModelGate
+from requant.validate.load_model import load_model
+from requant.validate.model import check_model
+from requant.validate.results import Status
+from safetensors.torch import load_file, save_file
+
+
+def judge(source, output, text, *, lossless=False, target="nvfp4", **fields):
+    made = ModelGate(text=text, **{"tokens": 512, "sequence_length": 64, **fields})
+    seen = []
+    result = check_model(
+        source, output, made, target=target, lossless=lossless, progress=lambda done, total: seen.append((done, total))
+    )
+    return result, seen
+
+
+def logits(folder, **options):
+    model = load_model(folder, **options).model
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(1, 100)[None] % 128, use_cache=False).logits[0]
+
+
+def test_plain_weights_compute_what_from_pretrained_computes(golden):
+    import transformers
+
+    for name in ("_src_llama_bf16", "_src_qwen3moe_bf16"):
+        folder = golden(name)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            expected = theirs(input_ids=torch.arange(1, 100)[None] % 128, use_cache=False).logits[0]
+        np.testing.assert_allclose(logits(folder).numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_mxfp4_to_nvfp4_without_loss_has_no_divergence_and_the_same_greedy_tokens(
+    golden, text, tmp_path, lossless_nvfp4, layout
+):
+    source = golden("llama_mxfp4")
+    output = lossless_nvfp4(source, tmp_path / "output", layout)
+    assert torch.equal(logits(source), logits(output))
+    result, seen = judge(source, output, text, lossless=True)
+    assert result.status is Status.PASSED, result.reason
+    assert result.data["identical_logits"] is True
+    assert result.data["kl"]["max"] == 0.0
+    assert result.data["perplexity"]["ratio"] == 1.0
+    assert result.data["greedy"]["identical"] == result.data["greedy"]["prompts"] == 8
+    assert result.data["limits"]["identical_greedy"] is True
+    assert result.data["source"]["fp4_layers"] == result.data["target"]["fp4_layers"] == 14
+    assert result.data["target"]["unused_tensors"] == []
+    assert seen[-1][0] == seen[-1][1] == 512 + 2 * 8 * 64
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_one_lossy_block_of_gpt_oss_shows_in_the_logits(golden, text):
+    """The golden's cast lost 4.4e-11 in one block, outside E4M3's window: the reference path shows even that."""
+    source, output = golden("_src_gptoss_mxfp4"), golden("gptoss_nvfp4_cast")
+    assert not torch.equal(logits(source), logits(output))
+    result, _ = judge(source, output, text)
+    assert result.status is Status.PASSED
+    assert result.data["source"]["fp4_layers"] == result.data["target"]["fp4_layers"] == 2
+    assert result.data["kl"]["max"] < 1e-9
+
+
+def test_a_conversion_called_lossless_that_is_not_fails(golden, text):
+    result, _ = judge(golden("_src_gptoss_mxfp4"), golden("gptoss_nvfp4_requant"), text, lossless=True)
+    assert result.status is Status.FAILED
+    assert {finding.rule for finding in result.errors} >= {"kl-over-bound", "logits-differ"}
+    assert result.data["kl"]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "packed"),
+    [
+        ("_src_llama_bf16", "llama_nvfp4_kvfp8", 73728),
+        ("_src_llama_bf16", "llama_mxfp4", 73728),
+        ("_src_llama_bf16", "llama_mixed_fp8attn_nvfp4mlp", 49152),
+        ("_src_qwen3moe_bf16", "qwen3moe_nvfp4_experts", 36864),
+    ],
+)
+def test_rounded_models_of_every_layout_are_close_and_not_equal(golden, text, source, output, packed):
+    result, _ = judge(golden(source), golden(output), text)
+    assert result.status is Status.PASSED, result.reason
+    assert result.data["target"]["packed_weights"] == packed
+    assert 0 < result.data["kl"]["mean"] < 0.01  # random tiny models: their distributions are all but flat
+    assert result.data["limits"]["origin"].startswith("default for a conversion to nvfp4")
+
+
+def test_one_wrong_layer_is_caught(golden, text):
+    source, output = golden("_src_llama_bf16"), golden("llama_nvfp4_kvfp8")
+    good, _ = judge(source, output, text)
+    tensors = load_file(output / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_scale_2"] = tensors["model.layers.1.mlp.down_proj.weight_scale_2"] * 64
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    bad, _ = judge(source, output, text, max_kl=2 * good.data["kl"]["mean"])
+    assert bad.status is Status.FAILED
+    assert "kl-over-bound" in {finding.rule for finding in bad.errors}
+
+
+def test_bounds_of_the_manifest_win_and_null_judges_nobody(golden, text):
+    source, output = golden("_src_llama_bf16"), golden("llama_mxfp4")
+    strict, _ = judge(source, output, text, max_kl=1e-9, max_ppl_ratio=2.0)
+    assert strict.status is Status.FAILED
+    assert strict.data["limits"]["origin"] == "manifest"
+    free, _ = judge(source, output, text, max_kl=None, max_ppl_ratio=None)
+    assert free.status is Status.PASSED
+    assert "no bounds" in free.reason
+
+
+def test_w4a4_rounds_activations_by_the_static_scales(golden):
+    folder = golden("llama_nvfp4_kvfp8")
+    plain, rounded = logits(folder), logits(folder, w4a4=True)
+    difference = (plain - rounded).norm() / plain.norm()
+    assert 0.001 < difference < 0.2
+    assert torch.equal(logits(golden("llama_mxfp4")), logits(folder.parent / "llama_mxfp4", w4a4=True))  # no scales
+
+
+def test_chat_models_are_asked_questions(golden, text, tmp_path):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Who?\nWhere, and when?\n\n")
+    source = golden("_src_llama_bf16", chat_template=template)
+    output = golden("llama_mxfp4", chat_template=template)
+    result, _ = judge(source, output, text, prompts=str(prompts))
+    assert result.data["greedy"]["of"] == "chat prompts"
+    assert result.data["greedy"]["prompts"] == 2
+    assert result.data["answers"]["tokens"] == 2 * 64
+
+
+def test_padding_on_the_left_changes_no_answer(golden):
+    from requant.validate.generation import batch_of, greedy
+
+    model = load_model(golden("_src_llama_bf16")).model
+    prompts = [[5, 6, 7], list(range(20, 50))]
+    together = greedy(model, batch_of(prompts, 0), 16)
+    alone = [greedy(model, batch_of([prompt], 0), 16)[0] for prompt in prompts]
+    assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda f: rewrite(f, model_type="no_such_model"), "cannot build this model"),
+        (lambda f: rewrite(f, num_hidden_layers=3), "9 weights that the checkpoint lacks: model.layers.2"),
+        (lambda f: rewrite(f, intermediate_size=64), "shape"),
+        (lambda f: rewrite(f, max_position_embeddings=32), "takes 32"),
+    ],
+)
+def test_what_cannot_be_judged_is_not_run_with_its_reason(golden, text, break_it, reason):
+    source, output = golden("_src_llama_bf16"), golden("llama_nvfp4_kvfp8")
+    break_it(output)
+    result, _ = judge(source, output, text)
+    assert result.status is Status.NOT_RUN
+    assert reason in result.reason
+
+
+def rewrite(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_short_text_is_scored_whole_with_a_warning_and_a_tiny_one_not_at_all(golden, tmp_path):
+    source, output = golden("_src_llama_bf16"), golden("llama_mxfp4")
+    short = tmp_path / "short.txt"
+    short.write_text("abcdefgh" * 25)
+    result, _ = judge(source, output, str(short))
+    assert [finding.rule for finding in result.warnings] == ["text-short"]
+    assert result.data["tokens"] == 192  # three stretches of 64
+    short.write_text("abcdefgh" * 16)
+    result, _ = judge(source, output, str(short))
+    assert result.status is Status.NOT_RUN
+    assert "128 tokens" in result.reason
+
+
+def test_what_was_measured_before_a_break_is_kept(golden, text, monkeypatch):
+    def broken(*_args, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr("requant.validate.generation.greedy", broken)
+    result, _ = judge(golden("_src_llama_bf16"), golden("llama_mxfp4"), text)
+    assert result.status is Status.NOT_RUN
+    assert result.data["complete"] is False
+    assert result.data["tokens"] == 512
+    assert result.data["kl"]["mean"] > 0
+    assert "MemoryError" in result.reason
+
+
+def test_smoothed_weights_are_refused(golden):
+    with pytest.raises(ModelUnavailableError, match="pre_quant_scale"):
+        load_model(golden("llama_nvfp4_awq_lite"))

@@ -1,0 +1,85 @@
+"""Stage `model` where it cannot measure: the reason is told, nothing is raised, nothing passes. Bounds by format."""
+
+import pytest
+from requant.kernels import empty_model
+from requant.kernels.empty_model import ModelUnavailableError
+from requant.manifests.gates import ModelGate
+from requant.validate.model import check_model, default_limits
+from requant.validate.results import StageResult, Status, weights_equal
+
+
+def gate(tmp_path, **fields):
+    text = tmp_path / "text.txt"
+    text.write_text("All the world is a stage. " * 400)
+    return ModelGate(text=fields.pop("text", str(text)), **fields)
+
+
+def result_of(tmp_path, made):
+    return check_model(tmp_path, tmp_path, made, target="nvfp4", lossless=False)
+
+
+def test_without_transformers_the_stage_did_not_run_and_names_the_extra(tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(empty_model.importlib, "import_module", missing)
+    result = result_of(tmp_path, gate(tmp_path))
+    assert result.status is Status.NOT_RUN
+    assert "requant[eval]" in result.reason
+    assert result.data["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), (b"\xff\xfe\x00", "not UTF-8"), ("folder", "Is a directory")]
+)
+def test_a_text_that_cannot_be_read_is_named(tmp_path, content, reason):
+    path = tmp_path / "other.txt"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    result = result_of(tmp_path, gate(tmp_path, text=str(path)))
+    assert result.status is Status.NOT_RUN
+    assert "other.txt" in result.reason
+    assert reason in result.reason
+
+
+def test_a_gate_for_another_device_is_not_measured_here(tmp_path):
+    result = result_of(tmp_path, gate(tmp_path, device="cuda"))
+    assert result.status is Status.NOT_RUN
+    assert "CPU" in result.reason
+
+
+def test_an_error_of_the_forward_pass_is_a_reason_and_not_a_crash(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied\nmore")
+
+    monkeypatch.setattr("requant.validate.model_inputs.load_tokenizer", broken)
+    result = result_of(tmp_path, gate(tmp_path))
+    assert result.status is Status.NOT_RUN
+    assert result.reason.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_unavailable_stays_itself():
+    assert issubclass(ModelUnavailableError, RuntimeError)  # caught before RuntimeError, so order matters
+
+
+def test_auto_bounds_follow_what_became_of_the_numbers():
+    assert default_limits("nvfp4", lossless=True) == (0.0, 1.0)
+    assert default_limits("nvfp4-w4a16", lossless=False) == default_limits("nvfp4", lossless=False)
+    kl = {fmt: default_limits(fmt, lossless=False)[0] for fmt in ("fp8", "nvfp4", "mxfp4")}
+    assert kl["fp8"] < kl["nvfp4"] < kl["mxfp4"]
+    assert default_limits("bf16", lossless=False) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "data", "equal"),
+    [
+        (Status.PASSED, {"totals": {"changed": 0}}, True),
+        (Status.PASSED, {"totals": {"changed": 1}}, False),
+        (Status.FAILED, {"totals": {"changed": 0}}, False),
+        (Status.NOT_RUN, {}, False),
+    ],
+)
+def test_only_a_numerics_stage_that_passed_makes_weights_equal(status, data, equal):
+    assert weights_equal(StageResult("numerics", status, "", data=data)) is equal

@@ -1,0 +1,105 @@
+"""What the stage `model` measures on: the text in stretches, prompts to continue, and the tokenizer of the checkpoint.
+
+Whatever is missing or does not fit is a ModelUnavailableError that says what: the stage is then `not run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from requant.kernels.empty_model import ModelUnavailableError, quiet_transformers, transformers_module
+from requant.manifests.gates import ModelGate
+from requant.validate.generation import CHAT_PROMPTS
+from requant.validate.results import Finding
+
+__all__ = ["check_context", "load_tokenizer", "pad_of", "prompts_of", "read_text", "windows_of"]
+
+_PROMPTS: Final = 8
+_PROMPT_TOKENS: Final = 32
+"""Of a prompt cut from the text, for models without a chat template."""
+_FEWEST: Final = 128
+"""Scored tokens below which there is no standard error (two blocks of 64)."""
+
+
+def read_text(location: str) -> str:
+    """A UTF-8 file that the manifest names."""
+    try:
+        return Path(location).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ModelUnavailableError(f"validate.model: {location} cannot be read: {why}") from error
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that stands in a checkpoint's folder."""
+    classes = transformers_module()
+    with quiet_transformers():
+        try:
+            return classes.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # the tokenizers library raises bare Exception
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelUnavailableError(f"the folder has no tokenizer that transformers can load: {first}") from error
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    with quiet_transformers():
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def windows_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding]) -> list[list[int]]:
+    """Stretches of the text of sequence_length + 1 tokens: of each but its first token the prediction is scored."""
+    ids = _encode(tokenizer, text, special=False)
+    wanted, size = gate.tokens, min(gate.sequence_length, gate.tokens)
+    if len(ids) <= _FEWEST:
+        raise ModelUnavailableError(f"the text has {len(ids)} tokens; at least {_FEWEST + 1} are needed for an error")
+    if len(ids) <= wanted:
+        found.append(
+            Finding(
+                "text-short",
+                "warning",
+                f"the text has {len(ids):,} tokens, {wanted:,} were asked for: all of it was scored",
+                where=Path(gate.text).name,
+                hint="give a longer text, or ask for fewer tokens",
+            )
+        )
+        wanted, size = len(ids) - 1, min(size, len(ids) - 1)
+    bos = _encode(tokenizer, "", special=True)[:1]  # what the model expects first, if anything
+    starts = range(0, max(wanted - size, 0) + 1, size)
+    return [[*bos, *ids[start : start + size + 1 - len(bos)]] for start in starts]
+
+
+def check_context(config: Any, gate: ModelGate) -> None:
+    """ModelUnavailableError if the gate asks for more tokens in a row than the model takes."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    context = getattr(text, "max_position_embeddings", None)
+    longest = max(gate.sequence_length, gate.greedy_steps)
+    if isinstance(context, int) and longest > context:
+        raise ModelUnavailableError(f"validate.model asks for {longest:,} tokens in a row, the model takes {context:,}")
+
+
+def prompts_of(tokenizer: Any, gate: ModelGate, windows: Sequence[Sequence[int]]) -> tuple[list[list[int]], str]:
+    """Token lists to continue, and what they are."""
+    given = (
+        [line for line in read_text(gate.prompts).splitlines() if line.strip()] if gate.prompts is not None else None
+    )
+    if given is not None and not given:
+        raise ModelUnavailableError(f"validate.model: {gate.prompts} holds no prompt")
+    if getattr(tokenizer, "chat_template", None):
+        chats = [[{"role": "user", "content": prompt}] for prompt in given or CHAT_PROMPTS]
+        with quiet_transformers():
+            texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        return [_encode(tokenizer, text, special=False) for text in texts], "chat prompts"
+    if given is not None:
+        return [_encode(tokenizer, prompt, special=True) for prompt in given], "prompts"
+    step = max(1, len(windows) // _PROMPTS)
+    return [list(window[:_PROMPT_TOKENS]) for window in windows[::step][:_PROMPTS]], "beginnings of stretches"
+
+
+def pad_of(tokenizer: Any) -> int:
+    """The token to pad with; masked, so any will do."""
+    pad = tokenizer.pad_token_id
+    return int(pad) if isinstance(pad, int) else 0

@@ -256,8 +256,8 @@ def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_r
     decisions = decide(manifest.layers, catalogue, owners)
     with_input = manifest.target.format in ("nvfp4", "fp8")
     converting = {c.weight.module: c for c in settle(manifest, layout.name, catalogue, weights, decisions)}
-    refuse_idle(manifest.layers, decisions, (module for module, c in converting.items() if not is_copy(c)))
     _refuse_unclaimed(catalogue, owners, decisions, layout.name)
+    refuse_idle(manifest.layers, decisions, (module for module, c in converting.items() if not is_copy(c)))
     scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
     by_group: dict[str, list[Conversion]] = {}
     mates: dict[str, list[Conversion]] = {}

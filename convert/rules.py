@@ -175,6 +175,8 @@ def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], c
     for index, rule in enumerate(rules):
         if rule.to in ("keep", "drop") or rule.optional or index in busy:
             continue
+        if rule.to == "bf16" and busy:  # what it matches is BF16 already, or has no other form
+            continue
         notes = Counter(d.note for d in decisions.values() if d.rule == index)
         why = "; ".join(f"{count} modules: {note}" for note, count in notes.most_common())
         faults.append(f"layers.{index} (match: {rule.match}) says to: {rule.to} and converts nothing ({why})")

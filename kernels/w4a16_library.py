@@ -20,7 +20,19 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Call", "KernelBuildError", "build", "find_nvcc", "launch", "load", "poison", "route", "routing_ints"]
+__all__ = [
+    "Call",
+    "KernelBuildError",
+    "Library",
+    "architecture",
+    "build",
+    "find_nvcc",
+    "given_library",
+    "launch",
+    "load",
+    "route",
+    "routing_ints",
+]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 SOURCE_FILES: Final = ("w4a16.cu", "w4a16_core.cuh", "fp4_decode.cuh", "ptx.cuh")
@@ -28,7 +40,6 @@ ROUTING_HEADER: Final = 4
 """kRoutingHeader of w4a16_core.cuh."""
 GROUPED_TILE_TOKENS: Final = 16
 """kGroupedTileTokens of w4a16_core.cuh."""
-FIRST_CUDA_ERROR: Final = 1
 MESSAGES: Final = {
     -1: "this variant is not compiled in",
     -2: "this configuration needs more shared memory than a block has",
@@ -36,6 +47,9 @@ MESSAGES: Final = {
     -4: "a cluster's blocks can do one unit each: dense only, and as many blocks as row groups",
     -5: "a block needs two warps or more",
 }
+
+
+Library = ctypes.CDLL
 
 
 class KernelBuildError(RuntimeError):
@@ -89,9 +103,14 @@ def find_nvcc() -> str | None:
     return next((str(c) for c in candidates if c.is_file()), None)
 
 
+def given_library() -> str | None:
+    """The prebuilt library that $REQUANT_W4A16_LIBRARY names, if it does."""
+    return os.environ.get("REQUANT_W4A16_LIBRARY") or None
+
+
 def architecture(major: int, minor: int) -> str:
     """The target to compile for: sm_90a, sm_100a ... have instructions of their own; older chips have no suffix."""
-    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"  # noqa: PLR2004
+    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
 
 
 def build(arch: str) -> Path:
@@ -127,7 +146,7 @@ def build(arch: str) -> Path:
 @cache
 def load(arch: str) -> ctypes.CDLL:
     """The library for `arch`, built if need be, with its functions typed."""
-    given = os.environ.get("REQUANT_W4A16_LIBRARY")
+    given = given_library()
     path = Path(given) if given else build(arch)
     try:
         library = ctypes.CDLL(str(path))
@@ -136,7 +155,6 @@ def load(arch: str) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.requant_w4a16.argtypes = (ctypes.POINTER(Call), pointer)
     library.requant_w4a16_route.argtypes = (pointer, integer, integer, integer, pointer, pointer)
-    library.requant_w4a16_poison.argtypes = (pointer, integer, integer, integer, integer, pointer, pointer)
     library.requant_w4a16_error.argtypes = (integer,)
     library.requant_w4a16_error.restype = ctypes.c_char_p
     return library
@@ -165,11 +183,3 @@ def route(
     """Queue the sort of slots by expert; pointers as integers."""
     code = library.requant_w4a16_route(expert_ids, slots, slots_per_token, experts, routing, stream)
     _check(library, code, "w4a16 routing")
-
-
-def poison(
-    library: ctypes.CDLL, routing: int, slots: int, experts: int, rows: int, y: int, stream: int, *, is_float: bool
-) -> None:
-    """Queue NaN into the outputs of slots whose expert id is out of range."""
-    code = library.requant_w4a16_poison(routing, slots, experts, rows, int(is_float), y, stream)
-    _check(library, code, "w4a16 poison")

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMaxShared = 227 * 1024;
 constexpr int kWarp = 32;
+constexpr int kConstantWeights = 2;  // RequantCall::early_start: 0 no, 1 the block may start early but reads nothing, 2
 
 // ---- routing -------------------------------------------------------------------------------------------------------
 // One block sorts slots by expert, stably, so the result never depends on timing. Layout of `routing` (ints):
@@ -81,21 +82,6 @@ __global__ void __launch_bounds__(1024) route_kernel(const int* __restrict__ exp
   }
 }
 
-// Outputs of slots whose expert does not exist are NaN: visible, where an old buffer's numbers would not be.
-__global__ void poison_kernel(const int* __restrict__ routing, int slots, int max_tiles, int rows, int is_float, void* y) {
-  const int* list = routing + kRoutingHeader + 4 * max_tiles;
-  for (int i = routing[1] + blockIdx.x; i < slots; i += gridDim.x) {
-    const size_t base = static_cast<size_t>(list[i]) * rows;
-    for (int n = threadIdx.x; n < rows; n += blockDim.x) {
-      if (is_float) {
-        static_cast<float*>(y)[base + n] = __uint_as_float(0x7FC00000u);
-      } else {
-        static_cast<uint16_t*>(y)[base + n] = 0x7FC0;
-      }
-    }
-  }
-}
-
 // What the card can read: nothing but 16-byte loads, eight in flight per thread. The ceiling that times are held against.
 __global__ void __launch_bounds__(512) read_kernel(const uint4* __restrict__ from, size_t count, uint32_t* sink) {
   constexpr int kInFlight = 8;
@@ -132,6 +118,14 @@ constexpr Variant variant() {
           w4a16_kernel<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, THREADS, BLOCKS>};
 }
 
+// What the H200's table (kernels/w4a16_configs.py) asks for beyond WIDTHS: a deeper ring for few tokens, two row tiles
+// per warp for many.
+#define TUNED(ALIGNMENT)                                                                                    \
+  variant<Format::kNvfp4, ALIGNMENT, 1, 1, 6, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 2, 1, 6, 512, 1>(),       \
+      variant<Format::kNvfp4, ALIGNMENT, 4, 1, 4, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 8, 1, 4, 512, 1>(),   \
+      variant<Format::kNvfp4, ALIGNMENT, 16, 1, 4, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 32, 2, 3, 256, 1>(), \
+      variant<Format::kNvfp4, ALIGNMENT, 64, 2, 3, 256, 1>()
+
 #define WIDTHS(FORMAT, ALIGNMENT, DEPTH)                                                                           \
   variant<FORMAT, ALIGNMENT, 0, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 1, 1, DEPTH, 512, 1>(),            \
       variant<FORMAT, ALIGNMENT, 2, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 4, 1, DEPTH, 512, 1>(),        \
@@ -147,6 +141,8 @@ constexpr Variant kVariants[] = {
     WIDTHS(Format::kMxfp4, Alignment::kScale8, 3),
     WIDTHS(Format::kMxfp4, Alignment::kScale4, 3),
     WIDTHS(Format::kMxfp4, Alignment::kGeneral, 3),
+    TUNED(Alignment::kScale16),
+    TUNED(Alignment::kScale8),
 #ifdef REQUANT_SWEEP  // candidates of a tuning run
 #include "w4a16_sweep.inc"
 #endif
@@ -223,6 +219,7 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   if (grouped) {
     const int* routing = static_cast<const int*>(call->routing);
     p.tile_count = routing;
+    p.slot_count = call->slots;
     p.tiles = reinterpret_cast<const int4*>(routing + kRoutingHeader);
     p.slots = routing + kRoutingHeader + 4 * requant_w4a16_tiles(call->slots, call->experts);
     p.x_rows = call->x_row_per_slot ? p.slots : p.slots + call->slots;
@@ -248,7 +245,7 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   const bool share_space = !grouped && x_stages == most && width >= 16;
   p.sums_offset = share_space ? p.x_offset : p.x_offset + x_space;
   p.largest_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
-  p.early_start = call->early_start;
+  p.constant_weights = call->early_start == kConstantWeights;
   p.zeros_offset = align_up(p.largest_offset + 2 * call->column_warps * kMaxWidth * 4, 16);
   const int shared = p.zeros_offset + 1024;
   const int remote = (width + call->cluster - 1) / call->cluster * call->cluster * totals_pitch(rows_per_block) * 4;
@@ -292,13 +289,6 @@ int requant_w4a16_route(const void* expert_ids, int slots, int slots_per_token, 
   route_kernel<<<1, threads, shared, static_cast<cudaStream_t>(stream)>>>(
       static_cast<const int*>(expert_ids), slots, slots_per_token, experts, requant_w4a16_tiles(slots, experts),
       static_cast<int*>(routing));
-  return cudaGetLastError();
-}
-
-// NaN into the outputs of slots without a valid expert.
-int requant_w4a16_poison(const void* routing, int slots, int experts, int rows, int is_float, void* y, void* stream) {
-  poison_kernel<<<slots < 64 ? slots : 64, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const int*>(routing), slots, requant_w4a16_tiles(slots, experts), rows, is_float, y);
   return cudaGetLastError();
 }
 

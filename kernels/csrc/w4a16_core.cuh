@@ -68,7 +68,8 @@ struct Params {
   int tokens, rows, k;         // M (dense), N, K
   int output_is_float;
   // grouped only
-  const int* tile_count;       // how many entries `tiles` has
+  const int* tile_count;       // how many entries `tiles` has, and how many slots have an expert
+  int slot_count;              // all slots; those without an expert stand last in `slots`
   const int4* tiles;           // {expert, first position in `slots`, tokens, 0}
   const int* slots;            // slot numbers (rows of y), sorted by expert
   const int* x_rows;           // the row of x that each of them reads
@@ -84,7 +85,7 @@ struct Params {
   int x_offset, x_bytes;             // x in shared memory; grouped: two buffers of x_bytes
   int sums_offset, largest_offset;   // bytes from the start of shared memory
   int zeros_offset;                  // a kilobyte of zeros
-  int early_start;                   // weights may be fetched before the previous kernel has finished
+  int constant_weights;              // they may be fetched before the previous kernel has finished
 };
 
 constexpr int kRoutingHeader = 4;  // ints: tiles, routed slots, 0, 0
@@ -774,24 +775,21 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
     const int stages = max(min(x_stages, share.mine - begin), 0);
     const bool fill_ring = first && begin == 0;
     if (begin > 0 || (!GROUPED && !first)) __syncthreads();  // the last x, or the sums in its place, are still in use
-    if (fill_ring) {
-      stream.fetch(p);
-      if (p.early_start) {  // weights are constant: they need not wait for the kernel that makes x
+    if (fill_ring && p.constant_weights) {  // weights are constant: they need not wait for the kernel that makes x
 #pragma unroll 1
-        for (int i = 0; i < DEPTH - 2; ++i) stream.fetch(p);
-        wait_for_previous_kernel();
-        allow_next_kernel();
-      }
+      for (int i = 0; i < DEPTH - 1; ++i) stream.fetch(p);
+      wait_for_previous_kernel();
+      allow_next_kernel();
     }
     if (!GROUPED || first || begin > 0) {  // else the unit before has sent for it
       activations.template copy<GROUPED>(p, unit, shared_address(x), TOKENS, share.first + begin * p.column_warps,
                                          stages);
       copy_commit();
     }
-    if (fill_ring && !p.early_start) {
+    if (fill_ring && !p.constant_weights) {  // x went first: waiting for it must not mean waiting for a stage of weights
 #pragma unroll 1
-      for (int i = 0; i < DEPTH - 2; ++i) stream.fetch(p);
-      copy_wait<DEPTH - 2>();
+      for (int i = 0; i < DEPTH - 1; ++i) stream.fetch(p);
+      copy_wait<DEPTH - 1>();
     } else if (GROUPED && begin == 0 && !first && share.mine >= DEPTH) {
       copy_wait<DEPTH - 1>();  // x was sent for with the first stage of the unit before
     } else {
@@ -848,6 +846,21 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
                                         at.column, at.row_warp, at.lane);
 }
 
+// Outputs of slots whose expert does not exist are NaN: visible, where an old buffer's numbers would not be.
+__device__ __forceinline__ void poison_unrouted(const Params& p) {
+  const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x, threads = blockDim.y * blockDim.z * 32;
+  for (int i = __ldg(p.tile_count + 1) + blockIdx.y; i < p.slot_count; i += gridDim.y) {
+    const size_t base = static_cast<size_t>(__ldg(p.slots + i)) * p.rows;
+    for (int row = thread; row < p.rows; row += threads) {
+      if (p.output_is_float) {
+        static_cast<float*>(p.y)[base + row] = __uint_as_float(0x7FC00000u);
+      } else {
+        static_cast<uint16_t*>(p.y)[base + row] = 0x7FC0;
+      }
+    }
+  }
+}
+
 // TOKENS = 0: grouped, the width is chosen per unit. Block: (32, column_warps, row_warps); grid: (cluster, blocks).
 template <Format FORMAT, int TOKENS, int ROW_TILES, int DEPTH, Alignment ALIGNMENT, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_constant__ Params p) {
@@ -863,7 +876,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
   uint32_t* const largest = reinterpret_cast<uint32_t*>(shared + p.largest_offset);
   for (int i = at.warp * 32 + at.lane; i < 2 * p.column_warps * kMaxWidth; i += blockDim.y * blockDim.z * 32) largest[i] = 0;
   __syncthreads();  // before anyone raises them
-  if (kGrouped) wait_for_previous_kernel();  // the list of tiles is its work
+  if (kGrouped || !p.constant_weights) {  // nothing has been read so far
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
   UnitCursor<kGrouped> cursor(p);
   const Share share = share_of_k(p, at.column);
   WeightStream<FORMAT, ROW_TILES, DEPTH, ALIGNMENT, kGrouped> stream(
@@ -871,14 +887,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
   uint32_t drain = at.warp * Layout::kBytes;
   int turn = 0;
   if constexpr (kGrouped) {
-    allow_next_kernel();
-    if (!cursor.valid(p)) return;
     const auto width_of = [](const Unit& u) { return u.tokens <= 2 ? 2 : u.tokens <= 8 ? 8 : 16; };
-    Unit unit = cursor.unit(p);
-    bool first = true;
-    for (int x_buffer = 0;; x_buffer ^= 1) {
+    bool first = true, more = cursor.valid(p);
+    Unit unit = more ? cursor.unit(p) : Unit{};
+    for (int x_buffer = 0; more; x_buffer ^= 1) {
       cursor.advance(p);
-      const bool more = cursor.valid(p);
+      more = cursor.valid(p);
       Unit next = more ? cursor.unit(p) : unit;
       const Unit* ahead = more ? &next : nullptr;
       const int width = width_of(unit), next_width = width_of(next);
@@ -892,10 +906,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
         run_unit<FORMAT, 16, ROW_TILES, DEPTH, ALIGNMENT, true>(p, unit, ahead, stream, shared, drain, turn, share, at,
                                                                 x_buffer, first, next_width);
       }
-      if (!more) break;
       unit = next;
       first = false;
     }
+    poison_unrouted(p);
   } else {
     for (bool first = true; cursor.valid(p); cursor.advance(p)) {
       const Unit unit = cursor.unit(p);

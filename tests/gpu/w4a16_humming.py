@@ -3,6 +3,7 @@
 `python tests/gpu/w4a16_humming.py --out DIR` on a machine with the GPU and the humming-kernels wheel.
 """
 
+# ruff: noqa: B023, C408, E501  a script of measurements: closures are called at once
 from __future__ import annotations
 
 import argparse
@@ -20,9 +21,15 @@ def layers_for(n, k, count):
     made, first = [], None
     for _ in range(count):
         codes, scales = sweep.random_weight(0, n, k)
-        layer = HummingLayer(n, k, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, torch_dtype=torch.bfloat16).cuda()
+        layer = HummingLayer(
+            n, k, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, torch_dtype=torch.bfloat16
+        ).cuda()
         layer.load_from_tensors(
-            {"weight": codes, "weight_scale": scales.view(torch.float8_e4m3fn), "weight_scale_2": torch.full((1,), 0.01, device="cuda")}
+            {
+                "weight": codes,
+                "weight_scale": scales.view(torch.float8_e4m3fn),
+                "weight_scale_2": torch.full((1,), 0.01, device="cuda"),
+            }
         )
         layer.transform()
         made.append(layer)
@@ -50,12 +57,18 @@ def main():
             ref = x.double() @ w.T * 0.01
             for pdl in (None, True):
                 y.fill_(float("nan"))
-                run = [(lambda layer=layer, pdl=pdl: layer(x, outputs=y, tuning_config=tuning, use_pdl=pdl)) for layer in layers]
+                run = [
+                    (lambda layer=layer, pdl=pdl: layer(x, outputs=y, tuning_config=tuning, use_pdl=pdl))
+                    for layer in layers
+                ]
                 run[0]()
                 error = ((y.double() - ref).norm() / ref.norm()).item()
                 us, spread = sweep.timed(run, 64, 5)
                 rows.append(dict(n=n, k=k, m=m, us=us, spread=spread, error=error, pdl=str(pdl)))
-            print(f"humming {n}x{k} M={m} {rows[-2]['us']:6.2f} pdl {rows[-1]['us']:6.2f} +-{spread:.2f} us err {error:.1e}", flush=True)
+            print(
+                f"humming {n}x{k} M={m} {rows[-2]['us']:6.2f} pdl {rows[-1]['us']:6.2f} +-{spread:.2f} us err {error:.1e}",
+                flush=True,
+            )
         del layers, w
     Path(args.out, "humming.json").write_text(json.dumps(rows))
 

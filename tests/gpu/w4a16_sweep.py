@@ -5,6 +5,7 @@ The library is built with -DREQUANT_SWEEP for variants beyond the shipped ones. 
 copied by hand into kernels/w4a16_configs.py.
 """
 
+# ruff: noqa: B023, C408, E501  a script of measurements: configurations are keyword dicts, closures are called at once
 from __future__ import annotations
 
 import argparse
@@ -78,10 +79,7 @@ def random_weight(fmt, shape_n, k, experts=None, wide=False):
 def dequantize(fmt, codes, scales):
     table = torch.tensor(E2M1, dtype=torch.float64, device=DEVICE)
     values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
-    if fmt == 0:
-        s = scales.view(torch.float8_e4m3fn).double()
-    else:
-        s = torch.exp2(scales.double() - 127)
+    s = scales.view(torch.float8_e4m3fn).double() if fmt == 0 else torch.exp2(scales.double() - 127)
     return values * s.repeat_interleave(16 if fmt == 0 else 32, -1)
 
 
@@ -151,7 +149,20 @@ def read_ceiling():
 def check():
     """Every compiled variant on awkward shapes, with the bound of the issue; twice, for equal bits."""
     bad, done = [], 0
-    shapes = [(64, 512), (48, 2048), (40, 272), (7, 1040), (100, 2880), (16, 16), (130, 4096), (33, 2944), (64, 8192), (24, 288), (40, 640), (24, 1152)]
+    shapes = [
+        (64, 512),
+        (48, 2048),
+        (40, 272),
+        (7, 1040),
+        (100, 2880),
+        (16, 16),
+        (130, 4096),
+        (33, 2944),
+        (64, 8192),
+        (24, 288),
+        (40, 640),
+        (24, 1152),
+    ]
     for fmt, (n, k) in itertools.product((0, 1), shapes):
         if k % (16 if fmt == 0 else 32):
             continue
@@ -163,11 +174,15 @@ def check():
             for v in VARIANTS:
                 if v[0] != fmt or v[1] != alignment(fmt, k) or v[2] < m or (v[2] > 2 * m and v[2] > 1):
                     continue
-                configs = [(1, 2, 1, 0), (2, 2, 1, 0), (4, 2, 2, 1), (3, 1, 4, 1)] if v[2] <= 16 else [(2, 2, 1, 1), (1, 4, 2, 1)]
+                configs = (
+                    [(1, 2, 1, 0), (2, 2, 1, 0), (4, 2, 2, 1), (3, 1, 4, 1)]
+                    if v[2] <= 16
+                    else [(2, 2, 1, 1), (1, 4, 2, 1)]
+                )
                 for wk, wr, cl, xs in configs:
                     config = dict(row_tiles=v[3], depth=v[4], column_warps=wk, row_warps=wr, cluster=cl, x_stages=xs)
                     groups = -(-n // (16 * v[3] * wr))
-                    for blocks, early in {(groups, 0), (groups if cl > 1 else max(1, groups // 2), 1)}:
+                    for blocks, early in {(groups, 0), (groups if cl > 1 else max(1, groups // 2), 1), (groups, 2)}:
                         y = torch.full((m, n), float("nan"), device=DEVICE, dtype=torch.float32)
                         y2 = torch.full((m, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
                         c = call_of(fmt, x, codes, scales, y, 0.37, config | dict(blocks=blocks, early_start=early))
@@ -196,7 +211,9 @@ def route(ids, experts):  # ids [tokens, topk]
 
 def check_moe():
     bad, done = [], 0
-    for fmt, (e, topk, n, k), t in itertools.product((0, 1), [(8, 2, 96, 512), (5, 3, 80, 2880), (40, 6, 64, 4096), (3, 3, 50, 272)], (1, 2, 7, 40)):
+    for fmt, (e, topk, n, k), t in itertools.product(
+        (0, 1), [(8, 2, 96, 512), (5, 3, 80, 2880), (40, 6, 64, 4096), (3, 3, 50, 272)], (1, 2, 7, 40)
+    ):
         if k % (16 if fmt == 0 else 32):
             continue
         codes, scales = random_weight(fmt, n, k, experts=e, wide=True)
@@ -216,12 +233,24 @@ def check_moe():
             if v[0] != fmt or v[1] != alignment(fmt, k) or v[2] != 0:
                 continue
             for wk, wr, cl, xs, blocks in [(1, 2, 1, 0, 7), (4, 2, 1, 0, 30), (2, 4, 1, 2, 264), (4, 1, 1, 0, 60)]:
-                config = dict(row_tiles=v[3], depth=v[4], column_warps=wk, row_warps=wr, cluster=cl, x_stages=xs, blocks=blocks)
+                config = dict(
+                    row_tiles=v[3], depth=v[4], column_warps=wk, row_warps=wr, cluster=cl, x_stages=xs, blocks=blocks
+                )
                 y = torch.full((t, topk, n), 123.0, device=DEVICE, dtype=torch.bfloat16)
                 routing = route(ids, e)
-                c = call_of(fmt, x, codes, scales, y, 1.0, config, slots=t * topk, routing=routing.data_ptr(), global_scales=gs.data_ptr())
+                c = call_of(
+                    fmt,
+                    x,
+                    codes,
+                    scales,
+                    y,
+                    1.0,
+                    config,
+                    slots=t * topk,
+                    routing=routing.data_ptr(),
+                    global_scales=gs.data_ptr(),
+                )
                 rc = run(c)
-                LIB.poison(CDLL, routing.data_ptr(), t * topk, e, n, y.data_ptr(), stream(), is_float=False)
                 done += 1
                 nan_ok = torch.equal(torch.isnan(y), torch.isnan(ref))
                 err = violation(torch.nan_to_num(y), torch.nan_to_num(ref), magnitude)
@@ -257,7 +286,7 @@ def dense_candidates(n, k, width, limit):
             if wk > share or warps > v[5] // 32 or warps < 4 or wk > 15:
                 continue
             most = -(-share // wk)
-            for xs in {0, 1, 2, 4}:
+            for xs in (0, 1, 2, 4):
                 if xs >= most or (width <= 8 and xs) or (xs and v[2] >= 16 and wk * xs > 8):
                     continue
                 smem = shared_bytes(v, width, wk, wr, cl, stages, xs)
@@ -275,7 +304,21 @@ def dense_candidates(n, k, width, limit):
                 efficiency = used / worst
                 inflight = min(resident * warps * min(v[4] - 1, max(1, most)) * v[3], worst)
                 score = efficiency * min(1.0, inflight / 20) * (1.0 if waves <= fit else 0.93)
-                found.append((score, v, dict(row_tiles=v[3], depth=v[4], column_warps=wk, row_warps=wr, cluster=cl, x_stages=xs, blocks=groups)))
+                found.append(
+                    (
+                        score,
+                        v,
+                        dict(
+                            row_tiles=v[3],
+                            depth=v[4],
+                            column_warps=wk,
+                            row_warps=wr,
+                            cluster=cl,
+                            x_stages=xs,
+                            blocks=groups,
+                        ),
+                    )
+                )
     found.sort(key=lambda f: -f[0])
     return found[:limit]
 
@@ -293,7 +336,7 @@ def dense(ms, limit, budget_s):
             y = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
             rows = []
             for score, v, config in dense_candidates(n, k, m, limit):
-                for early in (0, 1):
+                for early in (1, 2):
                     if time.time() - t0 > budget_s:
                         break
                     cfg = config | dict(early_start=early)
@@ -311,11 +354,14 @@ def dense(ms, limit, budget_s):
                     t, spread = timed([(lambda c=c: run(c)) for c in calls], 64, 3)
                     rows.append((t, spread, cfg, score))
                     results.append(dict(n=n, k=k, m=m, us=t, spread=spread, **cfg, score=score))
-            for early in (0, 1):
+            for early in (1, 2):
                 best = sorted((r for r in rows if r[2]["early_start"] == early), key=lambda r: r[0])[:2]
                 for t, spread, cfg, score in best:
                     short = " ".join(f"{a}{b}" for a, b in zip("RDKWCXBE", cfg.values(), strict=True))
-                    print(f"{n}x{k} M={m} {t:6.2f} +-{spread:.2f} us {by / t / 1e3:5.0f} GB/s  {short}  s={score:.2f} of {len(rows)}", flush=True)
+                    print(
+                        f"{n}x{k} M={m} {t:6.2f} +-{spread:.2f} us {by / t / 1e3:5.0f} GB/s  {short}  s={score:.2f} of {len(rows)}",
+                        flush=True,
+                    )
         del ws, w
     return results
 
@@ -337,22 +383,59 @@ def moe(budget_s, cs=(1, 2, 4, 8, 16, 32)):
                 touched += ids.unique().numel() / 8
                 sets.append((ids, route(ids, e)))
             by = touched * n * k * 9 / 16
-            t_route, _ = timed([(lambda s=s: LIB.route(CDLL, s[0].data_ptr(), t * topk, topk, e, s[1].data_ptr(), stream())) for s in sets], 32, 3)
+            t_route, _ = timed(
+                [
+                    (lambda s=s: LIB.route(CDLL, s[0].data_ptr(), t * topk, topk, e, s[1].data_ptr(), stream()))
+                    for s in sets
+                ],
+                32,
+                3,
+            )
             rows = []
             for v in VARIANTS:
                 if v[0] != 0 or v[1] != align or v[2] != 0:
                     continue
-                for wk, wr, per_sm, early in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4), (0,)):
+                for wk, wr, per_sm, early in itertools.product(
+                    (1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4), (1,)
+                ):
                     if wk > stages or wk * wr > 16 or wk * wr < 4 or time.time() - t0 > budget_s:
                         continue
                     most = -(-stages // wk)
                     slot = 16 * 144
                     xb = 2 * max(2 * most, 16) * wk * 512
                     smem = wk * wr * v[4] * slot + xb + wk * 16 * (16 * wr + 4) * 4 + 1200 + wk * 512
-                    if per_sm * (smem + 1024) > 228 * 1024 or per_sm * wk * wr * 32 * v[6] > 65536 or per_sm * wk * wr < 8 or wk * wr * 32 > v[5]:
+                    if (
+                        per_sm * (smem + 1024) > 228 * 1024
+                        or per_sm * wk * wr * 32 * v[6] > 65536
+                        or per_sm * wk * wr < 8
+                        or wk * wr * 32 > v[5]
+                    ):
                         continue
-                    cfg = dict(row_tiles=1, depth=v[4], column_warps=wk, row_warps=wr, cluster=1, x_stages=0, blocks=SMS * per_sm, early_start=early)
-                    calls = [call_of(0, x, codes, scales, y, 1.0, cfg, slots=t * topk, routing=r.data_ptr(), global_scales=gs.data_ptr()) for _, r in sets]
+                    cfg = dict(
+                        row_tiles=1,
+                        depth=v[4],
+                        column_warps=wk,
+                        row_warps=wr,
+                        cluster=1,
+                        x_stages=0,
+                        blocks=SMS * per_sm,
+                        early_start=early,
+                    )
+                    calls = [
+                        call_of(
+                            0,
+                            x,
+                            codes,
+                            scales,
+                            y,
+                            1.0,
+                            cfg,
+                            slots=t * topk,
+                            routing=r.data_ptr(),
+                            global_scales=gs.data_ptr(),
+                        )
+                        for _, r in sets
+                    ]
                     rc = run(calls[0])
                     if rc:
                         print("rc", rc, cfg)
@@ -363,7 +446,10 @@ def moe(budget_s, cs=(1, 2, 4, 8, 16, 32)):
             rows.sort(key=lambda r: r[0])
             for us, spread, cfg in rows[:3]:
                 short = " ".join(f"{a}{b}" for a, b in zip("RDKWCXBE", cfg.values(), strict=True))
-                print(f"moe {e}/{topk} {n}x{k} C={t} {us:7.1f} +-{spread:.1f} us {by / us / 1e3:5.0f} GB/s {by / 1e6:.0f} MB route {t_route:.1f}  {short} of {len(rows)}", flush=True)
+                print(
+                    f"moe {e}/{topk} {n}x{k} C={t} {us:7.1f} +-{spread:.1f} us {by / us / 1e3:5.0f} GB/s {by / 1e6:.0f} MB route {t_route:.1f}  {short} of {len(rows)}",
+                    flush=True,
+                )
         del codes, scales
     return results
 
@@ -391,20 +477,57 @@ def profile():
     torch.cuda.synchronize()
 
 
+def sanitize():
+    """Every compiled variant once, on a small ragged problem: for compute-sanitizer."""
+    by_alignment = {0: {0: 512, 1: 384, 2: 320, 3: 272}, 1: {0: 512, 1: 768, 2: 384, 3: 288}}
+    count = 0
+    for fmt, align, width, row_tiles, depth, *_ in sorted(VARIANTS):
+        k, n, m = by_alignment[fmt][align], 40, max(1, width - 1) if width else 5
+        while alignment(fmt, k) != align:
+            k += 32
+        x = torch.randn(m, k, device=DEVICE).bfloat16()
+        for wk, wr, cl, blocks in [(2, 1, 1, 2), (1, 2, 2, 2)]:
+            cfg = dict(
+                row_tiles=row_tiles, depth=depth, column_warps=wk, row_warps=wr, cluster=cl, x_stages=1, blocks=blocks
+            )
+            if width:
+                codes, scales = random_weight(fmt, n, k)
+                y = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
+                rc = run(call_of(fmt, x, codes, scales, y, 1.0, cfg))
+            elif cl == 1:
+                codes, scales = random_weight(fmt, n, k, experts=3)
+                ids = torch.tensor([[0, 1], [0, 2], [0, 3], [0, -1], [0, 1]], dtype=torch.int32, device=DEVICE)
+                routing = route(ids, 3)
+                y = torch.empty(m, 2, n, device=DEVICE, dtype=torch.bfloat16)
+                rc = run(call_of(fmt, x, codes, scales, y, 1.0, cfg, slots=10, routing=routing.data_ptr()))
+            else:
+                continue
+            torch.cuda.synchronize()
+            count += rc == 0
+            if rc not in (0, -4):
+                print("rc", rc, fmt, align, width, cfg)
+    print("SANITIZE launched", count)
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("steps", nargs="+", choices=["check", "dense", "moe", "profile"])
+    parser.add_argument("steps", nargs="+", choices=["check", "dense", "moe", "profile", "sanitize"])
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--ms", default="1,8,16,64,32,4,2")
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--budget", type=float, default=120)
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.steps == ["profile"]:
-        profile()
+    if args.steps[0] in ("profile", "sanitize"):
+        {"profile": profile, "sanitize": sanitize}[args.steps[0]]()
         return
     ceiling, by_blocks = read_ceiling()
-    print(torch.cuda.get_device_name(), f"read ceiling {ceiling:.0f} GB/s", {b: round(v) for b, v in by_blocks.items()}, flush=True)
+    print(
+        torch.cuda.get_device_name(),
+        f"read ceiling {ceiling:.0f} GB/s",
+        {b: round(v) for b, v in by_blocks.items()},
+        flush=True,
+    )
     for step in args.steps:
         start = time.time()
         if step == "check":

@@ -1,0 +1,111 @@
+"""W4A16 in Triton: the fallback where there is no nvcc. Right on any GPU that Triton knows, and
+simple rather than fast: plain arithmetic decodes, and the weights are read once per 16 tokens.
+
+Block scales are decoded by hand (tl.dot_scaled crashes or is wrong for E4M3 scales below Triton 3.8) and multiplied in
+FP32; the product with a code is exact in BF16 for NVFP4, so `tl.dot` in BF16 with FP32 accumulation loses nothing. An
+E8M0 scale is a power of two, exact as well. Even and odd k are two dot products: a byte holds one of each.
+"""
+
+# pyright: basic, reportCallIssue=false
+# Triton ships no types, and a launch takes options that its kernel does not declare.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from ..formats import NumberFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_N = 32
+BLOCK_K = 256
+BLOCK_M = 16
+"""tl.dot's smallest side."""
+
+
+@triton.jit
+def _e2m1(code):
+    """A 4-bit code (int32) -> its value in float32."""
+    exponent = (code >> 1) & 3
+    mantissa = (code & 1).to(tl.float32)
+    # exponent 0: 0 or 0.5; else (1 + mantissa / 2) * 2^(exponent - 1)
+    magnitude = tl.where(
+        exponent == 0,
+        0.5 * mantissa,
+        (1.0 + 0.5 * mantissa) * (1 << tl.where(exponent == 0, 0, exponent - 1)).to(tl.float32),
+    )
+    return tl.where((code & 8) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _e4m3(byte):
+    """An E4M3 byte (int32) -> float32; 0x7F and 0xFF are NaN."""
+    exponent = (byte >> 3) & 15
+    mantissa = byte & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # subnormals: m * 2^-9
+    magnitude = tl.where((byte & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where((byte & 0x80) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _e8m0(byte):
+    """An E8M0 byte (int32) -> float32; 0 is 2^-127, 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    value = bits.to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, float("nan"), value)
+
+
+@triton.jit
+def w4a16_triton_kernel(
+    x_ptr, codes_ptr, scales_ptr, scale_ptr, y_ptr, m_total, n_total, k_total, GROUP: tl.constexpr, NVFP4: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[M, N] for one block of rows and 16 tokens."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    half_k = k_total // 2
+    groups = k_total // GROUP
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, half_k, BLOCK_K // 2):
+        pairs = start + tl.arange(0, BLOCK_K // 2)
+        inside = (rows < n_total)[:, None] & (pairs < half_k)[None, :]
+        row_base = rows.to(tl.int64)[:, None]
+        byte = tl.load(codes_ptr + row_base * half_k + pairs[None, :], mask=inside, other=0).to(tl.int32)
+        at = row_base * groups + (pairs * 2 // GROUP)[None, :]
+        raw = tl.load(scales_ptr + at, mask=inside, other=0).to(tl.int32)
+        scale = _e4m3(raw) if NVFP4 else _e8m0(raw)
+        even = (_e2m1(byte & 15) * scale).to(tl.bfloat16)
+        odd = (_e2m1(byte >> 4) * scale).to(tl.bfloat16)
+        x_at = x_ptr + tokens.to(tl.int64)[:, None] * k_total + 2 * pairs[None, :]
+        x_inside = (tokens < m_total)[:, None] & (pairs < half_k)[None, :]
+        x_even = tl.load(x_at, mask=x_inside, other=0.0)
+        x_odd = tl.load(x_at + 1, mask=x_inside, other=0.0)
+        total = tl.dot(x_even, tl.trans(even), total)
+        total = tl.dot(x_odd, tl.trans(odd), total)
+    global_scale = tl.load(scale_ptr)
+    global_scale = tl.where(global_scale > 0.0, global_scale, float("nan"))
+    out = total * global_scale
+    y_at = y_ptr + tokens.to(tl.int64)[:, None] * n_total + rows[None, :]
+    tl.store(y_at, out.to(y_ptr.dtype.element_ty), mask=(tokens < m_total)[:, None] & (rows < n_total)[None, :])
+
+
+def matmul(
+    x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: float | Tensor, *, fmt: NumberFormat, out: Tensor
+) -> Tensor:
+    """out = global_scale * x @ dequantize(codes, block_scales)^T; arguments as w4a16_matmul has checked them."""
+    import torch
+
+    m, k = x.shape
+    n = codes.shape[0]
+    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device).reshape(1)
+    grid = (triton.cdiv(n, BLOCK_N), triton.cdiv(m, BLOCK_M))
+    w4a16_triton_kernel[grid](
+        x, codes, block_scales.view(torch.uint8), scale, out, m, n, k, GROUP=fmt.group, NVFP4=fmt is NumberFormat.NVFP4,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+    )  # fmt: skip
+    return out

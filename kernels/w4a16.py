@@ -1,0 +1,376 @@
+"""W4A16: BF16 activations times NVFP4 or MXFP4 weights, on the checkpoint's own layout, for few tokens.
+
+`w4a16_matmul` is one linear layer, `w4a16_moe` one grouped GEMM of a mixture of experts. Both read codes [N, K/2]
+uint8 (low nibble = even k) and block scales [N, K/group] bytes (E4M3 for NVFP4, E8M0 for MXFP4) exactly as a checkpoint
+stores them: there is no repacked copy for a validator to trust. Sums are FP32 in a fixed order: a repeated call gives
+the same bits; the global scale is applied in FP32 at the end. NaN and infinity in x, and NaN block scales, reach the
+outputs that depend on them. x may span 2^28 within a token without any loss, and loses 2^-39 of its largest element
+beyond that; MXFP4 block scales from 2^-100 to 2^100 are exact.
+
+The kernel is csrc/w4a16*.cu*; w4a16_configs.py says which configuration runs; w4a16_library.py builds and loads it.
+Where there is no nvcc, kernels/triton/w4a16.py computes the dense product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
+
+from . import w4a16_configs as configs
+from . import w4a16_library as lib
+from .formats import NumberFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["MoeRouting", "availability", "route_experts", "w4a16_matmul", "w4a16_moe"]
+
+
+class _Properties(Protocol):
+    multi_processor_count: int
+
+
+Path = Literal["auto", "cuda", "triton"]
+FORMATS: Final = {NumberFormat.NVFP4: 0, NumberFormat.MXFP4: 1}
+"""enum Format of csrc/w4a16_core.cuh."""
+K_MULTIPLE: Final = {NumberFormat.NVFP4: 16, NumberFormat.MXFP4: 32}
+POINTER_ALIGNMENT: Final = 16
+"""Bytes: the widest single copy of the kernel."""
+MINIMUM_CAPABILITY: Final = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRouting:
+    """Slots sorted by expert, for every GEMM of one layer: build it once with `route_experts`.
+
+    data: int32 on the GPU, layout in csrc/w4a16.cu. tokens x slots_per_token slots over `experts` experts.
+    """
+
+    data: Tensor
+    tokens: int
+    slots_per_token: int
+    experts: int
+
+    @property
+    def slots(self) -> int:
+        """Number of (token, expert) pairs."""
+        return self.tokens * self.slots_per_token
+
+
+def availability() -> tuple[Literal["runs", "compiles", "unavailable"], str]:
+    """Whether W4A16 CUDA runs here, and why or why not: ("runs" | "compiles" | "unavailable", reason)."""
+    import torch
+
+    nvcc = lib.find_nvcc()
+    given = lib.given_library()
+    if not torch.cuda.is_available():
+        if nvcc is None:
+            return "unavailable", "no NVIDIA GPU is visible to torch, and nvcc was not found"
+        return "compiles", f"no NVIDIA GPU is visible to torch; {nvcc} can compile it"
+    capability = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if capability < MINIMUM_CAPABILITY:
+        return "unavailable", f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 or later is needed"
+    if given is not None:
+        return "runs", f"{name}, library {given}"
+    if nvcc is None:
+        return "unavailable", f"{name} is there, but nvcc was not found; the Triton path runs instead"
+    return "runs", f"{name}, built by {nvcc}"
+
+
+def w4a16_matmul(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: float | Tensor = 1.0,
+    *,
+    fmt: NumberFormat,
+    out: Tensor | None = None,
+    config: configs.Config | None = None,
+    constant_weights: bool = False,
+    path: Path = "auto",
+) -> Tensor:
+    """y = global_scale * x @ dequantize(codes, block_scales)^T.
+
+    x [M, K] bfloat16, codes [N, K/2] uint8, block_scales [N, K/group] uint8 (or a float8 view), all on one CUDA device,
+    contiguous, 16-byte aligned. global_scale: a positive float, or a float32 tensor of one element on the device (then
+    a value that is not positive makes every output NaN: checking it would stall the stream). out: [M, N] bfloat16 or
+    float32, also contiguous. Any N; K a multiple of the group; any M (blocks of 64 tokens).
+    constant_weights: promise that the kernel before this one on the stream did not write the weights; the kernel may
+    then start reading them before that one has finished (SM90 and later).
+    Raises ValueError for wrong arguments, KernelBuildError where nothing can run.
+    """
+    import torch
+
+    _check_format(fmt)
+    n, k = _check_weight(codes, block_scales, fmt, lead=0)
+    m = _check_x(x, k, codes)
+    host_scale, device_scale = _check_global_scale(global_scale, codes)
+    if out is None:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+    else:
+        _check_out(out, (m, n), codes)
+    if m == 0 or n == 0:
+        return out
+    if _use_triton(path):
+        from .triton.w4a16 import matmul
+
+        return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
+    library, capability, processors = _device(codes)
+    for start in range(0, m, configs.MAX_TOKENS):
+        rows = min(configs.MAX_TOKENS, m - start)
+        chosen = config or configs.choose(fmt, rows, n, k, capability=capability, processors=processors)
+        call = _call(x[start:], codes, block_scales, out[start:], fmt, n, k, chosen)
+        call.tokens, call.experts = rows, 1
+        call.global_scale = host_scale
+        call.global_scales = None if device_scale is None else device_scale.data_ptr()
+        call.early_start = _early_start(capability, constant_weights=constant_weights)
+        lib.launch(library, call, torch.cuda.current_stream(x.device).cuda_stream)
+    return out
+
+
+def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False) -> MoeRouting:
+    """Sort the slots of expert_ids [T, topk] int32 (CUDA, contiguous) by expert, stably.
+
+    check: read the ids back and raise ValueError for one outside 0 .. experts-1 (this waits for the GPU). Without it
+    the outputs of such a slot are NaN.
+    """
+    import torch
+
+    if expert_ids.dim() != 2:
+        raise ValueError(f"expert_ids has shape {tuple(expert_ids.shape)}: it must be [tokens, experts per token]")
+    _check_tensor("expert_ids", expert_ids, (torch.int32,))
+    if experts < 1:
+        raise ValueError(f"experts is {experts}: it must be at least 1")
+    tokens, per_token = expert_ids.shape
+    if check and expert_ids.numel():
+        bad = ((expert_ids < 0) | (expert_ids >= experts)).nonzero()
+        if bad.numel():
+            token, slot = (int(v) for v in bad[0])
+            raise ValueError(
+                f"expert_ids[{token}, {slot}] is {int(expert_ids[token, slot])}: experts run from 0 to {experts - 1}"
+            )
+    size = lib.routing_ints(expert_ids.numel(), experts)
+    data = torch.empty(size, dtype=torch.int32, device=expert_ids.device)
+    if expert_ids.numel():
+        library, _, _ = _device(expert_ids)
+        stream = torch.cuda.current_stream(expert_ids.device).cuda_stream
+        lib.route(library, expert_ids.data_ptr(), expert_ids.numel(), per_token, experts, data.data_ptr(), stream)
+    return MoeRouting(data, tokens, per_token, experts)
+
+
+def w4a16_moe(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scales: Tensor | None,
+    expert_ids: Tensor | None = None,
+    *,
+    fmt: NumberFormat,
+    weights: Tensor | None = None,
+    x_per_slot: bool = False,
+    routing: MoeRouting | None = None,
+    out: Tensor | None = None,
+    config: configs.Config | None = None,
+    check: bool = False,
+) -> Tensor:
+    """One GEMM of a mixture of experts: y[t, j] = weights[t, j] * x_row @ W[expert_ids[t, j]]^T, in one launch.
+
+    x [T, K] bfloat16 (or [T, topk, K] with x_per_slot: the down projection), codes [E, N, K/2], block_scales
+    [E, N, K/group], global_scales [E] float32 or None (all 1), expert_ids [T, topk] int32, weights [T, topk] float32.
+    Returns [T, topk, N] bfloat16. Pass `routing` from `route_experts` to share the sort between the GEMMs of a layer.
+    A slot whose expert id is out of range gives NaN; check=True raises ValueError instead, and waits for the GPU.
+    """
+    import torch
+
+    _check_format(fmt)
+    n, k = _check_weight(codes, block_scales, fmt, lead=1)
+    experts = codes.shape[0]
+    if routing is None:
+        if expert_ids is None:
+            raise ValueError("w4a16_moe needs expert_ids [T, topk], or a routing made from them by route_experts")
+        _check_same_device("expert_ids", expert_ids, codes)
+        routing = route_experts(expert_ids, experts, check=check)
+    if routing.experts != experts:
+        raise ValueError(f"the routing is for {routing.experts} experts, the weight has {experts}")
+    tokens, topk = routing.tokens, routing.slots_per_token
+    _check_tensor("x", x, (torch.bfloat16,))
+    _check_same_device("x", x, codes)
+    wanted = (tokens, topk, k) if x_per_slot else (tokens, k)
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"x has shape {tuple(x.shape)}: with x_per_slot={x_per_slot} it must be {wanted}")
+    if global_scales is not None:
+        _check_tensor("global_scales", global_scales, (torch.float32,))
+        _check_same_device("global_scales", global_scales, codes)
+        if tuple(global_scales.shape) != (experts,):
+            raise ValueError(f"global_scales has shape {tuple(global_scales.shape)}: it must be ({experts},)")
+        if check and not bool((global_scales > 0).all()):
+            raise ValueError("global_scales has a value that is not positive: every expert's must be > 0")
+    if weights is not None:
+        _check_tensor("weights", weights, (torch.float32,))
+        _check_same_device("weights", weights, codes)
+        if tuple(weights.shape) != (tokens, topk):
+            raise ValueError(f"weights has shape {tuple(weights.shape)}: it must be {(tokens, topk)}")
+    if out is None:
+        out = torch.empty((tokens, topk, n), dtype=torch.bfloat16, device=x.device)
+    else:
+        _check_out(out, (tokens, topk, n), codes)
+    if routing.slots == 0 or n == 0:
+        return out
+    library, capability, processors = _device(codes)
+    chosen = config or configs.choose_grouped(fmt, routing.slots, n, k, capability=capability, processors=processors)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    call = _call(x, codes, block_scales, out, fmt, n, k, chosen)
+    call.tokens, call.experts, call.slots = tokens, experts, routing.slots
+    call.x_row_per_slot = int(x_per_slot)
+    call.global_scale = 1.0
+    call.global_scales = None if global_scales is None else global_scales.data_ptr()
+    call.slot_weights = None if weights is None else weights.data_ptr()
+    call.routing = routing.data.data_ptr()
+    call.early_start = _early_start(capability, constant_weights=False)
+    lib.launch(library, call, stream)
+    return out
+
+
+def _call(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    out: Tensor,
+    fmt: NumberFormat,
+    n: int,
+    k: int,
+    chosen: configs.Config,
+) -> lib.Call:
+    import torch
+
+    call = lib.Call()
+    call.codes, call.block_scales = codes.data_ptr(), block_scales.data_ptr()
+    call.x, call.y = x.data_ptr(), out.data_ptr()
+    call.format, call.alignment = FORMATS[fmt], configs.alignment(fmt, k)
+    call.rows, call.k = n, k
+    call.output_is_float = int(out.dtype == torch.float32)
+    for name in ("row_tiles", "depth", "column_warps", "row_warps", "cluster", "x_stages", "blocks"):
+        setattr(call, name, getattr(chosen, name))
+    return call
+
+
+def _early_start(capability: tuple[int, int], *, constant_weights: bool) -> int:
+    """0: start after the kernel before. 1: blocks may take their places before it ends, and then wait. 2: and may read
+    weights before they wait. Programmatic dependent launch, SM90 and later."""
+    if capability < (9, 0):
+        return 0
+    return 2 if constant_weights else 1
+
+
+def _device(tensor: Tensor) -> tuple[lib.Library, tuple[int, int], int]:
+    """The library for the tensor's GPU, its compute capability and its number of multiprocessors."""
+    import torch
+
+    capability = torch.cuda.get_device_capability(tensor.device)
+    if capability < MINIMUM_CAPABILITY:
+        raise lib.KernelBuildError(
+            f"W4A16 kernels: {torch.cuda.get_device_name(tensor.device)} has compute capability "
+            f"{capability[0]}.{capability[1]}; 8.0 or later is "
+            "needed. Use the CPU path."
+        )
+    torch.cuda.set_device(tensor.device)
+    return lib.load(lib.architecture(*capability)), capability, _processors(tensor.device.index)
+
+
+@cache
+def _processors(device: int) -> int:
+    """Multiprocessors of a GPU; torch leaves the type of its properties open."""
+    import torch
+
+    properties = cast("_Properties", torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
+    return properties.multi_processor_count
+
+
+def _use_triton(path: Path) -> bool:
+    if path not in ("auto", "cuda", "triton"):
+        raise ValueError(f"path is {path!r}: it must be 'auto', 'cuda' or 'triton'")
+    return path == "triton" or (path == "auto" and lib.find_nvcc() is None and lib.given_library() is None)
+
+
+def _check_format(fmt: NumberFormat) -> None:
+    if fmt not in FORMATS:
+        raise ValueError(f"fmt is {fmt!r}: W4A16 knows {', '.join(f.value for f in FORMATS)}")
+
+
+def _check_tensor(name: str, tensor: Tensor, dtypes: Sequence[object]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be {' or '.join(str(d) for d in dtypes)}")
+    if not tensor.is_cuda:
+        raise ValueError(f"{name} is on {tensor.device}: move it to a CUDA device, or use the CPU path")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: call .contiguous() first")
+    if tensor.numel() and tensor.data_ptr() % POINTER_ALIGNMENT:
+        raise ValueError(
+            f"{name} starts {tensor.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of {POINTER_ALIGNMENT}: "
+            "call .clone() for aligned storage"
+        )
+
+
+def _check_same_device(name: str, tensor: Tensor, codes: Tensor) -> None:
+    if tensor.device != codes.device:
+        raise ValueError(f"{name} is on {tensor.device} and codes on {codes.device}: they must share a device")
+
+
+def _check_weight(codes: Tensor, block_scales: Tensor, fmt: NumberFormat, lead: int) -> tuple[int, int]:
+    import torch
+
+    names = ["experts"] * lead + ["N", "K/2"]
+    if codes.dim() != 2 + lead:
+        raise ValueError(f"codes has shape {tuple(codes.shape)}: it must be [{', '.join(names)}]")
+    _check_tensor("codes", codes, (torch.uint8,))
+    scale_type = torch.float8_e4m3fn if fmt is NumberFormat.NVFP4 else torch.float8_e8m0fnu
+    _check_tensor("block_scales", block_scales, (torch.uint8, scale_type))
+    _check_same_device("block_scales", block_scales, codes)
+    *experts, n, half_k = codes.shape
+    k, multiple = 2 * half_k, K_MULTIPLE[fmt]
+    if k == 0 or k % multiple:
+        raise ValueError(f"K is {k} (codes {tuple(codes.shape)}): for {fmt.value} it must be a multiple of {multiple}")
+    wanted = (*experts, n, k // fmt.group)
+    if tuple(block_scales.shape) != wanted:
+        raise ValueError(f"block_scales has shape {tuple(block_scales.shape)}: with these codes it must be {wanted}")
+    return n, k
+
+
+def _check_x(x: Tensor, k: int, codes: Tensor) -> int:
+    import torch
+
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}: with these codes it must be [M, {k}]")
+    _check_tensor("x", x, (torch.bfloat16,))
+    _check_same_device("x", x, codes)
+    return x.shape[0]
+
+
+def _check_global_scale(global_scale: float | Tensor, codes: Tensor) -> tuple[float, Tensor | None]:
+    import torch
+
+    if isinstance(global_scale, torch.Tensor):
+        if global_scale.numel() != 1 or global_scale.dtype != torch.float32:
+            raise ValueError(
+                f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}: it must be one float32 value"
+            )
+        if global_scale.is_cuda:
+            _check_same_device("global_scale", global_scale, codes)
+            return 1.0, global_scale
+        global_scale = float(global_scale)
+    if not 0.0 < global_scale < float("inf"):
+        raise ValueError(f"global_scale is {global_scale}: it must be positive and finite")
+    return float(global_scale), None
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], codes: Tensor) -> None:
+    import torch
+
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}: it must be {shape}")
+    _check_tensor("out", out, (torch.bfloat16, torch.float32))
+    _check_same_device("out", out, codes)

@@ -1,0 +1,198 @@
+"""Which configuration W4A16 runs: a table of measured winners, and a rule for every other shape.
+
+A configuration divides the work; it never changes which bytes are read, and the kernel is right under any of them. The
+table was measured on an H200 by tests/gpu/w4a16_sweep.py (docs/kernels-w4a16.md). The rule is for any card: as many
+blocks as row groups, K split among warps first, and never more shared memory than a block may have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .formats import NumberFormat
+
+__all__ = ["MAX_TOKENS", "WIDTHS", "Config", "alignment", "choose", "choose_grouped", "shared_bytes", "width_for"]
+
+STAGE_K: Final = 256
+"""kStageK of csrc/w4a16_core.cuh: k of one ring stage."""
+TILE_ROWS: Final = 16
+WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
+"""Token widths that are compiled in; M is rounded up to one."""
+MAX_TOKENS: Final = WIDTHS[-1]
+GROUPED_WIDTH: Final = 16
+"""kGroupedTileTokens of csrc/w4a16_core.cuh."""
+SCALE16, SCALE8, SCALE4, GENERAL = range(4)
+"""enum Alignment of csrc/w4a16_core.cuh."""
+DEPTH: Final = 3
+"""Ring stages of the variants that exist for every width, format and alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one launch divides the work.
+
+    row_tiles, depth: the compiled variant (16-row tiles per warp, ring stages). column_warps x row_warps warps to
+    a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
+    at a time, 0 for all. blocks: blocks (times cluster) in the grid.
+    """
+
+    column_warps: int
+    row_warps: int
+    blocks: int
+    cluster: int = 1
+    x_stages: int = 0
+    row_tiles: int = 1
+    depth: int = DEPTH
+
+
+def alignment(fmt: NumberFormat, k: int) -> int:
+    """How far rows of block scales and codes are aligned in memory, as enum Alignment."""
+    pitch = k // fmt.group
+    for value, multiple in ((SCALE16, 16), (SCALE8, 8), (SCALE4, 4)):
+        if pitch % multiple == 0 and k % 32 == 0:
+            return value
+    return GENERAL
+
+
+def width_for(tokens: int) -> int:
+    """The narrowest compiled width that holds `tokens` (1 .. 64) tokens."""
+    return next(w for w in WIDTHS if w >= tokens)
+
+
+def _ceil(value: int, by: int) -> int:
+    return (value + by - 1) // by
+
+
+def _up(value: int, multiple: int) -> int:
+    return _ceil(value, multiple) * multiple
+
+
+def shared_bytes(fmt: NumberFormat, k: int, width: int, config: Config, *, grouped: bool = False) -> int:
+    """Shared memory per block, as csrc/w4a16.cu lays it out (it refuses a launch that does not fit)."""
+    rows = TILE_ROWS * config.row_tiles
+    scales = STAGE_K // fmt.group + (4 if alignment(fmt, k) == GENERAL else 0)
+    slot = _up(rows * (STAGE_K // 2 + scales), 128)
+    warps = config.column_warps * config.row_warps
+    most = _ceil(_ceil(_ceil(k, STAGE_K), config.cluster), config.column_warps)
+    stages = config.x_stages if 0 < config.x_stages < most else most
+    x_one = config.column_warps * STAGE_K * 2
+    x = 2 * max(2 * stages, width) * x_one if grouped else width * stages * x_one
+    sums = config.column_warps * width * (config.row_warps * rows + 4) * 4
+    shares_space = not grouped and stages == most and width >= GROUPED_WIDTH
+    start = _up(warps * config.depth * slot, 128)
+    end = start + (max(x, sums) if shares_space else x + sums) + 2 * config.column_warps * MAX_TOKENS * 4
+    return _up(end, 16) + 1024
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Most shared memory a block can have: 227 KB on SM90 and SM100, 163 on SM80 and SM87, 99 elsewhere."""
+    if capability[0] in (9, 10):
+        return 227 * 1024
+    return 163 * 1024 if capability in ((8, 0), (8, 7)) else 99 * 1024
+
+
+def row_groups(n: int, config_rows: int) -> int:
+    """Units of one weight."""
+    return _ceil(n, config_rows)
+
+
+def choose(
+    fmt: NumberFormat, tokens: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
+) -> Config:
+    """The configuration for a dense layer with `tokens` <= 64 tokens."""
+    width = width_for(tokens)
+    if fmt is NumberFormat.NVFP4 and capability == (9, 0):
+        measured = H200_DENSE.get((n, k), {}).get(width)
+        if measured is not None:
+            return measured
+    limit, stages = shared_limit(capability), _ceil(k, STAGE_K)
+    splits = ((4, 2), (2, 4), (2, 2), (1, 4), (1, 2)) if width < GROUPED_WIDTH else ((2, 4), (2, 2), (1, 4), (1, 2))
+    clusters = (1, 2) if capability[0] == 9 and width >= GROUPED_WIDTH else (1,)
+    for x_stages in (0, 4, 2, 1):
+        for cluster in reversed(clusters):
+            for column_warps, row_warps in splits:
+                if column_warps * cluster > stages and (column_warps, row_warps) != splits[-1]:
+                    continue
+                blocks = row_groups(n, TILE_ROWS * row_warps)
+                config = Config(column_warps, row_warps, blocks, cluster, x_stages)
+                if shared_bytes(fmt, k, width, config) <= limit:
+                    return config
+    raise ValueError(f"no configuration of {limit} bytes of shared memory for M={tokens}, N={n}, K={k}")
+
+
+def choose_grouped(
+    fmt: NumberFormat, slots: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
+) -> Config:
+    """The configuration for a grouped GEMM: blocks that stay, one to three to a multiprocessor, each walking units.
+
+    Of the divisions that fit, the one whose busiest multiprocessor has the fewest rows, counting every slot as one pass
+    over its expert; then the one with the most warps at work.
+    """
+    limit = shared_limit(capability)
+    ranked: list[tuple[int, int, Config]] = []
+    for column_warps, row_warps, per_processor in ((1, 8, 2), (1, 6, 2), (1, 4, 3), (2, 6, 1), (1, 4, 1), (1, 2, 1)):
+        config = Config(column_warps, row_warps, processors * per_processor)
+        used = shared_bytes(fmt, k, GROUPED_WIDTH, config, grouped=True)
+        if used > limit or per_processor * (used + 1024) > limit + 1024:
+            continue
+        units = _ceil(slots * row_groups(n, TILE_ROWS * row_warps), processors)
+        busy = min(units, per_processor) * column_warps * row_warps
+        ranked.append((units * row_warps, -busy, config))
+    if ranked:
+        return min(ranked, key=lambda r: r[:2])[2]
+    for x_stages in (4, 2, 1):  # a K so long that two tokens of it do not fit
+        config = Config(1, 2, processors, x_stages=x_stages)
+        if shared_bytes(fmt, k, GROUPED_WIDTH, config, grouped=True) <= limit:
+            return config
+    raise ValueError(f"no configuration of {limit} bytes of shared memory for N={n}, K={k}")
+
+
+H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
+    (4096, 4096): {
+        1: Config(4, 2, 128, depth=6),
+        2: Config(4, 2, 128, depth=6),
+        4: Config(8, 2, 128, depth=4),
+        8: Config(4, 4, 64, cluster=2),
+        16: Config(4, 4, 64, cluster=2),
+        32: Config(3, 4, 64, cluster=2, x_stages=2),
+        64: Config(1, 5, 26, cluster=4, row_tiles=2),
+    },
+    (7168, 2048): {
+        1: Config(2, 4, 112, depth=6),
+        2: Config(1, 7, 64, cluster=2, depth=6),
+        4: Config(2, 4, 112, depth=4),
+        8: Config(4, 4, 112),
+        16: Config(4, 4, 112, depth=4),
+        32: Config(1, 8, 28, cluster=4, row_tiles=2),
+        64: Config(1, 8, 28, cluster=4, row_tiles=2),
+    },
+    (5120, 2944): {
+        1: Config(4, 3, 107, depth=6),
+        2: Config(4, 3, 107, depth=6),
+        4: Config(4, 3, 107, depth=4),
+        8: Config(3, 5, 64, cluster=2, depth=4),
+        16: Config(3, 5, 64, cluster=2, depth=4),
+        32: Config(3, 5, 64, cluster=2),
+        64: Config(1, 7, 23, cluster=4, row_tiles=2),
+    },
+    (12288, 4096): {
+        1: Config(2, 6, 128),
+        2: Config(2, 6, 128),
+        4: Config(2, 6, 128, depth=4),
+        8: Config(2, 6, 128, depth=4),
+        16: Config(2, 6, 128),
+        32: Config(1, 6, 64, cluster=2, row_tiles=2),
+        64: Config(1, 6, 64, cluster=2, x_stages=2, row_tiles=2),
+    },
+    (8192, 8192): {
+        1: Config(3, 4, 128),
+        2: Config(3, 4, 128),
+        4: Config(2, 8, 64, cluster=2),
+        8: Config(2, 8, 64, cluster=2),
+        16: Config(1, 8, 64, cluster=2, depth=4),
+        32: Config(2, 8, 64, cluster=2, x_stages=2),
+        64: Config(1, 8, 64, cluster=2, x_stages=4),
+    },
+}
+"""(N, K) -> width -> the fastest of tests/gpu/w4a16_sweep.py on an H200."""

@@ -1,0 +1,172 @@
+"""W4A16 without a GPU: arguments are refused clearly, configurations fit, and the sources compile for every target."""
+
+# ruff: noqa: C408  arguments read best as keywords
+from __future__ import annotations
+
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from requant.kernels import w4a16, w4a16_library
+from requant.kernels import w4a16_configs as configs
+from requant.kernels.formats import NumberFormat
+
+NVCC = w4a16_library.find_nvcc()
+SHAPES = [
+    (4096, 4096),
+    (7168, 2048),
+    (5120, 2944),
+    (12288, 4096),
+    (8192, 8192),
+    (2880, 2880),
+    (7, 16),
+    (64, 16384 + 16),
+]
+
+
+def weight(n=32, k=64, fmt=NumberFormat.NVFP4):
+    import torch
+
+    return torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k // fmt.group, dtype=torch.uint8)
+
+
+def test_a_tensor_on_the_cpu_is_refused_by_name():
+    import torch
+
+    codes, scales = weight()
+    with pytest.raises(ValueError, match="codes is on cpu: move it to a CUDA device, or use the CPU path"):
+        w4a16.w4a16_matmul(torch.zeros(1, 64, dtype=torch.bfloat16), codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+
+
+def on_cuda(tensor):
+    """The tensor's metadata with a CUDA device, so that the checks behind the device check can be reached."""
+    fields = ("dtype", "shape", "dim", "is_contiguous", "stride", "numel", "data_ptr")
+    return SimpleNamespace(is_cuda=True, device="cuda:0", **{name: getattr(tensor, name) for name in fields})
+
+
+def call(x=None, codes=None, scales=None, global_scale=1.0, fmt=NumberFormat.NVFP4, out=None):
+    import torch
+
+    default_codes, default_scales = weight()
+    x = torch.zeros(2, 64, dtype=torch.bfloat16) if x is None else x
+    return w4a16.w4a16_matmul(
+        on_cuda(x),
+        on_cuda(default_codes if codes is None else codes),
+        on_cuda(default_scales if scales is None else scales),
+        global_scale,
+        fmt=fmt,
+        out=None if out is None else on_cuda(out),
+    )
+
+
+def test_wrong_arguments_are_refused_with_what_was_found_and_what_is_needed():
+    import torch
+
+    codes, scales = weight()
+    cases = [
+        (dict(codes=codes.int()), "codes is torch.int32: it must be torch.uint8"),
+        (dict(scales=scales.float()), "block_scales is torch.float32"),
+        (dict(x=torch.zeros(2, 64)), "x is torch.float32: it must be torch.bfloat16"),
+        (
+            dict(x=torch.zeros(2, 48, dtype=torch.bfloat16)),
+            r"x has shape \(2, 48\): with these codes it must be \[M, 64\]",
+        ),
+        (dict(scales=scales[:, :3]), "block_scales has strides"),
+        (dict(scales=scales[:, :3].contiguous()), r"block_scales has shape \(32, 3\)"),
+        (dict(codes=torch.zeros(32, 12, dtype=torch.uint8)), r"K is 24 .* for nvfp4 it must be a multiple of 16"),
+        (dict(codes=weight(k=48)[0], fmt=NumberFormat.MXFP4), "for mxfp4 it must be a multiple of 32"),
+        (dict(codes=torch.zeros(64, 32, dtype=torch.uint8).t()), "codes has strides"),
+        (dict(codes=torch.zeros(32 * 32 + 8, dtype=torch.uint8)[8:].view(32, 32)), "codes starts 8 bytes past"),
+        (dict(codes=codes[None]), r"codes has shape \(1, 32, 32\): it must be \[N, K/2\]"),
+        (dict(global_scale=0.0), "global_scale is 0.0: it must be positive"),
+        (dict(global_scale=-1.0), "global_scale is -1.0"),
+        (dict(global_scale=float("nan")), "global_scale is nan"),
+        (dict(global_scale=torch.ones(2)), r"global_scale is torch.float32 \(2,\): it must be one float32 value"),
+        (dict(out=torch.zeros(2, 31, dtype=torch.bfloat16)), r"out has shape \(2, 31\): it must be \(2, 32\)"),
+        (dict(fmt=NumberFormat.FP8), "W4A16 knows nvfp4, mxfp4"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call(**arguments)
+
+
+def test_no_tokens_is_an_empty_answer_and_no_launch():
+    import torch
+
+    out = torch.zeros(0, 32, dtype=torch.bfloat16)
+    assert call(x=torch.zeros(0, 64, dtype=torch.bfloat16), out=out).shape == (0, 32)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("fmt", [NumberFormat.NVFP4, NumberFormat.MXFP4])
+def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
+    limit = configs.shared_limit(capability)
+    for n, k in SHAPES:
+        for tokens in (1, 2, 3, 8, 16, 33, 64):
+            c = configs.choose(fmt, tokens, n, k, capability=capability)
+            width = configs.width_for(tokens)
+            assert configs.shared_bytes(fmt, k, width, c) <= limit, (n, k, tokens, c)
+            assert c.column_warps * c.row_warps in range(2, 17)
+            # every row is someone's, and a cluster's blocks do one unit each
+            assert c.cluster == 1 or (capability[0] == 9 and c.blocks * 16 * c.row_tiles * c.row_warps >= n)
+        for slots in (1, 6, 128, 5000):
+            c = configs.choose_grouped(fmt, slots, n, k, capability=capability)
+            assert c.cluster == 1
+            assert configs.shared_bytes(fmt, k, configs.GROUPED_WIDTH, c, grouped=True) <= limit
+
+
+def test_alignment_follows_from_k_as_the_kernel_reads_it():
+    nvfp4, mxfp4 = NumberFormat.NVFP4, NumberFormat.MXFP4
+    expected = [(nvfp4, 4096, 0), (nvfp4, 2944, 1), (nvfp4, 2880, 2), (nvfp4, 2896, 3), (nvfp4, 16, 3)]
+    expected += [(mxfp4, 4096, 0), (mxfp4, 2816, 1), (mxfp4, 2944, 2), (mxfp4, 2880, 3)]
+    assert [configs.alignment(fmt, k) for fmt, k, _ in expected] == [want for *_, want in expected]
+
+
+def test_a_missing_compiler_is_named_with_the_ways_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(w4a16_library, "find_nvcc", lambda: None)
+    monkeypatch.setenv("REQUANT_KERNEL_CACHE", str(tmp_path))
+    with pytest.raises(
+        w4a16_library.KernelBuildError, match=r"nvcc was not found .* set CUDA_HOME, or use path='triton'"
+    ):
+        w4a16_library.build("90a")
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+@pytest.mark.parametrize("arch", ["80", "90a", "120a"])
+def test_the_sources_compile_for(arch, tmp_path):
+    """The front end and ptxas accept one variant of each kind; the whole library takes a minute and is built on use."""
+    probe = tmp_path / "probe.cu"
+    kinds = [("kNvfp4", 2, "kScale16"), ("kNvfp4", 8, "kGeneral"), ("kMxfp4", 8, "kScale8")]
+    lines = [
+        f"template __global__ void requant::w4a16_kernel<requant::Format::{f}, {t}, 1, 3, requant::Alignment::{a}, 512,"
+        " 1>"
+        "(const __grid_constant__ requant::Params);"
+        for f, t, a in kinds
+    ]
+    probe.write_text('#include "w4a16_core.cuh"\n' + "\n".join(lines))
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O1",
+        "-I",
+        str(w4a16_library.SOURCES),
+        "-cubin",
+        "-o",
+        str(tmp_path / "probe.cubin"),
+    ]
+    command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}", str(probe)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "probe.cubin").stat().st_size > 10_000
+
+
+def test_availability_says_what_is_missing_here(monkeypatch):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    state, reason = w4a16.availability()
+    assert (state, "no NVIDIA GPU" in reason) == ("compiles" if shutil.which("nvcc") or NVCC else "unavailable", True)
+    monkeypatch.setattr(w4a16_library, "find_nvcc", lambda: None)
+    assert w4a16.availability() == ("unavailable", "no NVIDIA GPU is visible to torch, and nvcc was not found")

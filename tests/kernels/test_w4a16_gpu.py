@@ -1,0 +1,167 @@
+"""W4A16 on a GPU, against float64: every width, alignment and way to divide the work, dense and grouped.
+
+The bound is elementwise, |y - y64| <= 2^-8 |y64| + 2^-14 sum |w x|: half-precision partial sums fail it. x has a
+dynamic range of 2^20 and outlier channels, block scales reach both ends of their range.
+"""
+
+from __future__ import annotations
+
+import pytest
+from requant.kernels import w4a16
+from requant.kernels import w4a16_configs as configs
+from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, NumberFormat
+
+pytestmark = pytest.mark.gpu
+
+REL, ABS = 2.0**-8, 2.0**-14
+"""Tolerances of a bf16 output with FP32 sums: one rounding, and the sum's own error against its terms' magnitude."""
+FORMATS = [NumberFormat.NVFP4, NumberFormat.MXFP4]
+SHAPES = [(64, 512), (40, 272), (7, 1040), (100, 2880), (16, 32), (33, 2944), (24, 288), (48, 8192), (16, 16)]
+
+
+def random_weight(fmt, *shape, generator=None):
+    import torch
+
+    *lead, n, k = shape
+    low, high = (0, 0x7F) if fmt is NumberFormat.NVFP4 else (107, 147)  # all finite E4M3; 2^-20 .. 2^20
+    codes = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8, device="cuda", generator=generator)
+    scales = torch.randint(low, high, (*lead, n, k // fmt.group), dtype=torch.uint8, device="cuda", generator=generator)
+    return codes, scales
+
+
+def dequantize(fmt, codes, scales):
+    import torch
+
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cuda")
+    scale_table = torch.tensor(
+        E4M3_VALUES if fmt is NumberFormat.NVFP4 else E8M0_VALUES, dtype=torch.float64, device="cuda"
+    )
+    values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return values * scale_table[scales.long()].repeat_interleave(fmt.group, -1)
+
+
+def random_x(*shape):
+    import torch
+
+    x = torch.randn(*shape, device="cuda") * torch.exp2(torch.randint(-20, 1, shape, device="cuda").float())
+    x[..., :: max(1, shape[-1] // 7)] *= 64
+    return x.bfloat16()
+
+
+def assert_within_bound(y, exact, magnitude):
+    excess = (y.double() - exact).abs() - (REL * exact.abs() + ABS * magnitude)
+    assert not excess.isnan().any()
+    assert excess.max().item() <= 0.0, excess.max().item()
+
+
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_width_and_alignment_is_within_the_bound_and_repeats_its_bits(fmt, path):
+    import torch
+
+    torch.manual_seed(1)
+    for n, k in SHAPES:
+        if k % fmt.group:
+            continue
+        codes, scales = random_weight(fmt, n, k)
+        w = dequantize(fmt, codes, scales)
+        for m in (1, 2, 3, 8, 9, 17, 64, 70):
+            x = random_x(m, k)
+            for constant_weights in (False, True):
+                y = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+                again = torch.full_like(y, float("nan"))
+                for out in (y, again):
+                    w4a16.w4a16_matmul(
+                        x, codes, scales, 0.37, fmt=fmt, out=out, path=path, constant_weights=constant_weights
+                    )
+                assert torch.equal(y, again)
+                exact = x.double() @ w.T * 0.37
+                assert_within_bound(y, exact, x.double().abs() @ w.abs().T * 0.37)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_grouped_is_within_the_bound_for_every_slot(fmt):
+    import torch
+
+    torch.manual_seed(2)
+    for experts, topk, n, k in [(8, 2, 96, 512), (5, 3, 80, 2880), (40, 6, 64, 4096), (3, 3, 50, 288)]:
+        codes, scales = random_weight(fmt, experts, n, k)
+        gs = torch.rand(experts, device="cuda") + 0.5 if fmt is NumberFormat.NVFP4 else None
+        for tokens in (1, 2, 7, 60):
+            ids = torch.stack([torch.randperm(experts, device="cuda")[:topk] for _ in range(tokens)]).int()
+            weights = torch.rand(tokens, topk, device="cuda")
+            for per_slot in (False, True):
+                x = random_x(tokens, topk, k) if per_slot else random_x(tokens, k)
+                y = w4a16.w4a16_moe(x, codes, scales, gs, ids, fmt=fmt, weights=weights, x_per_slot=per_slot)
+                again = w4a16.w4a16_moe(x, codes, scales, gs, ids, fmt=fmt, weights=weights, x_per_slot=per_slot)
+                assert torch.equal(y, again)
+                for e in range(experts):
+                    rows, slots = torch.where(ids == e)
+                    if not len(rows):
+                        continue
+                    w = dequantize(fmt, codes[e], scales[e]) * (1.0 if gs is None else gs[e].double())
+                    xe = (x[rows, slots] if per_slot else x[rows]).double() * weights[rows, slots, None].double()
+                    assert_within_bound(y[rows, slots], xe @ w.T, xe.abs() @ w.abs().T)
+
+
+def test_an_expert_that_does_not_exist_gives_nan_or_an_error_never_a_number():
+    import torch
+
+    codes, scales = random_weight(NumberFormat.NVFP4, 4, 32, 512)
+    ids = torch.tensor([[0, 4], [-1, 2]], dtype=torch.int32, device="cuda")
+    x = random_x(2, 512)
+    y = w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4)
+    assert y.isnan().all(-1).tolist() == [[False, True], [True, False]]
+    assert not y[0, 0].isnan().any()
+    with pytest.raises(ValueError, match=r"expert_ids\[0, 1\] is 4: experts run from 0 to 3"):
+        w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4, check=True)
+
+
+@pytest.mark.parametrize("m", [1, 4, 20])
+def test_nan_and_infinity_reach_exactly_the_outputs_that_depend_on_them(m):
+    import torch
+
+    torch.manual_seed(3)
+    codes, scales = random_weight(NumberFormat.NVFP4, 48, 1024)
+    codes |= 0x11  # no zero codes: an infinite x times zero would be NaN
+    scales.clamp_(min=1)
+    x = random_x(m, 1024)
+    clean = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+    broken = scales.clone()
+    broken[5, 7] = 0x7F
+    y = w4a16.w4a16_matmul(x, codes, broken, 1.0, fmt=NumberFormat.NVFP4)
+    assert y[:, 5].isnan().all()
+    keep = [r for r in range(48) if r != 5]
+    assert torch.equal(y[:, keep], clean[:, keep])
+    for value in (float("nan"), float("inf")):
+        bad = x.clone()
+        bad[m - 1, 900] = value
+        y = w4a16.w4a16_matmul(bad, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+        assert not y[m - 1].isfinite().any()
+        assert torch.equal(y[: m - 1], clean[: m - 1])
+
+
+def test_a_global_scale_on_the_device_that_is_not_positive_poisons_the_output():
+    import torch
+
+    codes, scales = random_weight(NumberFormat.NVFP4, 32, 512)
+    x = random_x(2, 512)
+    good = w4a16.w4a16_matmul(x, codes, scales, torch.tensor([0.5], device="cuda"), fmt=NumberFormat.NVFP4)
+    assert torch.equal(good, w4a16.w4a16_matmul(x, codes, scales, 0.5, fmt=NumberFormat.NVFP4))
+    for value in (0.0, -1.0, float("nan")):
+        scale = torch.tensor([value], device="cuda")
+        assert w4a16.w4a16_matmul(x, codes, scales, scale, fmt=NumberFormat.NVFP4).isnan().all()
+
+
+def test_every_configuration_of_the_table_and_the_rule_launches_and_agrees_with_float64():
+    import torch
+
+    torch.manual_seed(4)
+    shapes = [*configs.H200_DENSE, (2880, 2880), (1536, 16384)]
+    for n, k in shapes:
+        codes, scales = random_weight(NumberFormat.NVFP4, n, k)
+        w = dequantize(NumberFormat.NVFP4, codes, scales)
+        for m in configs.WIDTHS:
+            x = random_x(m, k)
+            y = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+            assert_within_bound(y, x.double() @ w.T, x.double().abs() @ w.abs().T)

@@ -163,6 +163,18 @@ def plan(
     scan: Annotated[
         bool, typer.Option("--scan", help="Also read the scale planes and forecast what will be lossless.")
     ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Also predict the time on so many nodes.")] = None,
+    gbps: Annotated[float | None, typer.Option(help="With --nodes: network of a node, Gbit/s each way.")] = None,
+    storage: Annotated[
+        float | None, typer.Option(help="With --nodes: shared file system, GB/s of reads and writes together.")
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option("--workers-per-node", min=1, help="With --nodes; else as many as here.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="With --nodes: measured GB/s of source of one worker.")] = None,
+    rate_from: Annotated[
+        Path | None, typer.Option(help="With --nodes: take that rate from the run that made this output.")
+    ] = None,
     form: FormatOption = Format.HUMAN,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -186,6 +198,15 @@ def plan(
             forecasts = read_scales(job.plan, progress)
         facts["scan"] = forecast_json(forecasts)
         text += "\n\n" + forecast_text(forecasts)
+    if nodes is not None:
+        from requant.convert.show import predicted
+
+        facts["prediction"], more = predicted(
+            job.plan, nodes, per_node, rate=rate, rate_from=rate_from, network=gbps, storage=storage
+        )
+        text += "\n" + more
+    elif (gbps, storage, per_node, rate, rate_from) != (None,) * 5:
+        raise UsageError("a cluster's figures mean something only with --nodes", hint="say how many, e.g. --nodes 4")
     _emit(facts, form, lambda: text)
 
 

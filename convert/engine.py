@@ -20,7 +20,7 @@ from requant.convert.compute import run_unit
 from requant.convert.files import Files
 from requant.convert.plan import Plan
 
-__all__ = ["PART_SUFFIX", "Done", "Engine", "LocalEngine", "ShardFiles", "Task", "worker_bytes"]
+__all__ = ["PART_SUFFIX", "Done", "Engine", "LocalEngine", "ShardFiles", "Task", "batch_limit", "worker_bytes"]
 
 PART_SUFFIX: Final = ".part"
 TILES_BYTES: Final = 24 * 2**20
@@ -31,6 +31,18 @@ def worker_bytes(plan: Plan) -> int:
     """Memory that one worker needs beside the process it lives in: tiles, and whole experts where they are turned."""
     turned = (m.codes.nbytes // m.transposed * 2 for u in plan.groups for m in u.members if m.transposed)
     return TILES_BYTES + max(turned, default=0)
+
+
+BATCH_BYTES: Final = 512 * 2**20
+"""Source bytes of a cluster's task at most: a second or so of work, against milliseconds for the task itself."""
+BATCHES_PER_PLACE: Final = 8
+"""A smaller checkpoint is cut finer, so that every place gets several batches and the last one ends early."""
+LEAST_BATCH: Final = 8 * 2**20
+
+
+def batch_limit(total: int, places: int) -> int:
+    """Source bytes of one task, for a run of `total` bytes on `places` workers."""
+    return max(min(BATCH_BYTES, total // (places * BATCHES_PER_PLACE)), LEAST_BATCH)
 
 
 class Task(NamedTuple):

@@ -1,8 +1,8 @@
 """Engine `ray`: the units of a run as tasks of a Ray cluster, or of a Ray that is started here for the run.
 
-The driver keeps what a run is (journal, seals, publication); tasks get batches of about BATCH_BYTES, declare a CPU and
-their memory (and a GPU for device cuda), and write to the shared file system. At most twice as many batches are out as
-there are places for, whatever joins or leaves. Ray repeats the tasks of a lost node elsewhere; a unit done twice
+The driver keeps what a run is (journal, seals, publication). A task gets a batch of half a gigabyte at most, declares a
+CPU and its memory (and a GPU for device cuda), and writes to the shared file system. At most twice as many batches are
+out as there are places for, whatever joins or leaves. Ray repeats the tasks of a lost node elsewhere; a unit done twice
 writes the same bytes twice.
 """
 
@@ -19,18 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from requant.convert.engine import Done, ShardFiles
+from requant.convert.engine import Done, ShardFiles, batch_limit
 from requant.convert.plan import Plan
 from requant.convert.ray_task import Batch, Report, batches, run_batch
 from requant.manifests.errors import EnvironmentFault, IncompleteError
 
 __all__ = ["PROCESS_BYTES", "RayEngine", "require_ray"]
 
-BATCH_BYTES: Final = 512 * 2**20
-"""Source bytes of a task: a few seconds of work, against some milliseconds for the task itself."""
-BATCHES_PER_PLACE: Final = 8
-"""A smaller checkpoint is cut finer, so that every place gets several batches and the last one ends early."""
-LEAST_BATCH: Final = 8 * 2**20
 RETRIES: Final = 5
 """Times that a batch may be lost with its node, or fail on one, before the run stops (resumable)."""
 PATIENCE_S: Final = 600.0
@@ -91,8 +86,7 @@ class RayEngine:
                     where=self.address or "local Ray",
                     hint="add a node, or give the nodes more --num-cpus or --memory",
                 )
-            total = sum(plan.units[index].nbytes for index in todo)
-            limit = max(min(BATCH_BYTES, total // (places * BATCHES_PER_PLACE)), LEAST_BATCH)
+            limit = batch_limit(sum(plan.units[index].nbytes for index in todo), places)
             _Tasks(ray, self, cluster, done).run(batches(plan, todo, limit, files.partial, token))
 
 

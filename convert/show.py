@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 from requant.convert.engine import worker_bytes
 from requant.convert.execute import RunResult, default_workers
 from requant.convert.pipeline import summarize
 from requant.convert.plan import CopyUnit, Plan
-from requant.convert.runrecord import run_text
+from requant.convert.predict import ASSUMED_WORKER_GBPS, ASSUMPTIONS, Fleet, Load, predict, prediction_text
+from requant.convert.runrecord import measured_rate, run_text
 from requant.convert.scan import GroupForecast
+from requant.manifests.errors import UsageError
 
 __all__ = [
     "forecast_json",
     "forecast_text",
     "plan_json",
     "plan_text",
+    "predicted",
     "result_json",
     "result_text",
     "size_text",
@@ -26,7 +31,9 @@ __all__ = [
 ASSUMED_GBPS: Final = 1.0
 """Disk throughput (GB of source per second) behind the time estimate, said in the plan."""
 BASE_MEMORY: Final = 120 * 2**20
-"""Interpreter, numpy and the plan of a large checkpoint; measured in tests/bench."""
+"""Interpreter, numpy, and the compiled kernels."""
+PER_TENSOR: Final = 450
+"""Bytes of plan for each tensor of source and output: 0.75 GB for the 1.5 million of Kimi-K3 (test_plan_scale.py)."""
 
 
 def size_text(nbytes: int) -> str:
@@ -55,7 +62,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _memory(plan: Plan) -> int:
-    return BASE_MEMORY + _workers(plan) * worker_bytes(plan)
+    tensors = len(plan.catalogue.tensors) + len(plan.tensors)
+    return BASE_MEMORY + tensors * PER_TENSOR + _workers(plan) * worker_bytes(plan)
 
 
 def _workers(plan: Plan) -> int:
@@ -150,6 +158,40 @@ def plan_text(plan: Plan, seconds: float) -> str:
     )
     lines.append(f"  planned in {seconds:.2f} s")
     return "\n".join(lines)
+
+
+def predicted(
+    plan: Plan,
+    nodes: int,
+    per_node: int | None,
+    *,
+    rate: float | None,
+    rate_from: Path | None,
+    network: float | None,
+    storage: float | None,
+) -> tuple[dict[str, Any], str]:
+    """The time on a cluster, as JSON and as text. UsageError for figures that cannot be."""
+    if rate is not None and rate_from is not None:
+        raise UsageError("--rate and --rate-from exclude each other", hint="give one of them")
+    if any(figure is not None and not 0 < figure < float("inf") for figure in (rate, network, storage)):
+        raise UsageError("--rate, --gbps and --storage are positive numbers", hint="correct it, or leave it out")
+    origin = "as given" if rate is not None else "assumed, not measured: give --rate or --rate-from"
+    if rate_from is not None:
+        rate, origin = measured_rate(rate_from), f"measured by the run that made {rate_from}"
+    fleet = Fleet(nodes, per_node or _workers(plan), rate or ASSUMED_WORKER_GBPS, network, storage)
+    load = Load(plan.bytes_in, plan.bytes_out, max((unit.nbytes for unit in plan.units), default=0))
+    prediction = predict(load, fleet)
+    facts = {
+        "seconds": round(prediction.seconds, 1),
+        "bound": prediction.bound,
+        "parts": {name: round(seconds, 1) for name, seconds in prediction.parts.items()},
+        "start_seconds": prediction.start,
+        "tail_seconds": round(prediction.tail, 2),
+        "fleet": asdict(fleet),
+        "rate_origin": origin,
+        "assumptions": list(ASSUMPTIONS),
+    }
+    return facts, prediction_text(prediction, fleet, origin)
 
 
 def forecast_json(forecasts: Sequence[GroupForecast]) -> dict[str, Any]:

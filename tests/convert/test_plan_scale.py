@@ -14,6 +14,7 @@ PROBE = """
 import json, resource, sys, time
 from requant.convert.pipeline import prepare
 from requant.convert.placement import header_of
+from requant.convert.show import _memory
 begin = time.process_time()
 plan = prepare("kimi-k3", [f"source.path={sys.argv[1]}", f"target.output={sys.argv[2]}"]).plan
 plan.sha256
@@ -24,7 +25,7 @@ print(json.dumps({
     "cpu": cpu, "peak": peak, "source": len(plan.catalogue.tensors), "groups": len(plan.groups),
     "tensors": len(plan.tensors), "bytes_in": plan.bytes_in, "bytes_out": plan.bytes_out,
     "largest": max(s.size for s in plan.shards),
-    "header": len(header_of(shard, plan.tensors)), "begin": min(plan.tensors[i].begin for i in shard.tensors),
+    "said": _memory(plan), "header": len(header_of(shard, plan.tensors)), "begin": min(plan.tensors[i].begin for i in shard.tensors),
 }))
 """
 
@@ -56,6 +57,7 @@ def test_half_a_million_tensors_plan_in_bounded_time_and_memory(maker, tmp_path)
     assert found["largest"] <= 20e9 + 50e6
     assert found["header"] == found["begin"]
     assert found["peak"] < 1e9, f"{found['peak'] / 1e6:.0f} MB"
+    assert 0.8 * found["peak"] < found["said"] < 1.6 * found["peak"], "the memory that the plan says it needs"
     assert found["cpu"] < 25, found["cpu"]  # 7 s on an idle core; a bound that a busy one keeps
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from requant.convert import engine as engine_module
 from requant.convert import engine_ray
 from requant.convert import plan as plan_module
 from requant.convert.engine import LocalEngine
@@ -25,11 +26,11 @@ pytestmark = pytest.mark.ray
 MEMORY = 100 * 2**20
 DRIVER = """
 import os, signal, sys
-from requant.convert import engine_ray, plan
+from requant.convert import engine, plan
 from requant.convert.pipeline import prepare, run_job
 
 plan.COPY_BATCH_PIECES = 4
-engine_ray.LEAST_BATCH = 3000
+engine.LEAST_BATCH = 3000
 left = int(sys.argv[3])
 
 def progress(nbytes):
@@ -65,7 +66,7 @@ def stopping_after(tasks):
 def job(kit, monkeypatch):
     """Some forty units, in about as many tasks, in three output shards."""
     monkeypatch.setattr(plan_module, "COPY_BATCH_PIECES", 4)
-    monkeypatch.setattr(engine_ray, "LEAST_BATCH", 3000)
+    monkeypatch.setattr(engine_module, "LEAST_BATCH", 3000)
     source = kit.dsv4(shards=3, experts=4, layers=3, low=96, high=116)
     (kit.tmp / "job.yaml").write_text(kit.manifest_text(source, kit.tmp / "out", kit.EXPERTS, shard_size="36KB"))
     return prepare(str(kit.tmp / "job.yaml"))

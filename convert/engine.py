@@ -29,7 +29,12 @@ TILES_BYTES: Final = 24 * 2**20
 
 def worker_bytes(plan: Plan) -> int:
     """Memory that one worker needs beside the process it lives in: tiles, and whole experts where they are turned."""
-    turned = (m.codes.nbytes // m.transposed * 2 for u in plan.groups for m in u.members if m.transposed)
+    turned = (
+        m.form.rows * m.form.cols // m.form.transposed * (1 if u.kind == "repack" else 8)
+        for u in plan.groups
+        for m in u.members
+        if m.form.transposed
+    )
     return TILES_BYTES + max(turned, default=0)
 
 

@@ -25,7 +25,8 @@ print(json.dumps({
     "cpu": cpu, "peak": peak, "source": len(plan.catalogue.tensors), "groups": len(plan.groups),
     "tensors": len(plan.tensors), "bytes_in": plan.bytes_in, "bytes_out": plan.bytes_out,
     "largest": max(s.size for s in plan.shards),
-    "said": _memory(plan), "header": len(header_of(shard, plan.tensors)), "begin": min(plan.tensors[i].begin for i in shard.tensors),
+    "said": _memory(plan),
+    "header": len(header_of(shard, plan.tensors)), "begin": min(plan.tensors[i].begin for i in shard.tensors),
 }))
 """
 

@@ -124,7 +124,7 @@ def _write_global(plan: Places, member: Member, scalar: np.float32, files: Opene
                 where=f"{tensor.file}: {tensor.name}",
                 hint="weights this small are as good as zero: keep this layer plain, or use target.layout modelopt",
             )
-        _write_scalar(plan, member, turned_over(scalar) if member.form.reciprocal else scalar, files)
+        _write_scalar(plan, member.out_global, turned_over(scalar) if member.form.reciprocal else scalar, files)
 
 
 def _planes(member: Member) -> Rows:
@@ -270,11 +270,11 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
             codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
             _copy_rows(scales, files.output(plane.shard), plane.begin, files)
-        if member.weight.scalar is not None:
-            scalar = read_scalar(member.weight.scalar, files, member.start // member.weight.rows)
-            if member.weight.more.reciprocal != member.form.reciprocal:
-                scalar = turned_over(scalar)
-            _write_scalar(plan, member, scalar, files)
+        for tensor, out in ((member.weight.scalar, member.out_global), (member.weight.input, member.out_input)):
+            if tensor is not None and out is not None:
+                scalar = read_scalar(tensor, files, member.start // member.weight.rows)
+                turn = member.weight.more.reciprocal != member.form.reciprocal
+                _write_scalar(plan, out, turned_over(scalar) if turn else scalar, files)
         weights += member.form.rows * member.form.cols
     return {"group": unit.group, "copied": weights}
 
@@ -294,11 +294,10 @@ def _scales_out(member: Member) -> int:
     return member.out_scales
 
 
-def _write_scalar(plan: Places, member: Member, stored: np.float32, files: Opened) -> None:
-    """A global scale as it is to be stored."""
-    if member.out_global is not None:
-        target = plan.tensors[member.out_global]
-        write_all(files.output(target.shard), np.asarray(stored, dtype="<f4").tobytes(), target.begin)
+def _write_scalar(plan: Places, out: int, stored: np.float32, files: Opened) -> None:
+    """A scale that is one number, as it is to be stored."""
+    target = plan.tensors[out]
+    write_all(files.output(target.shard), np.asarray(stored, dtype="<f4").tobytes(), target.begin)
 
 
 # --- floats -> MXFP4, NVFP4, FP8, BF16 --------------------------------------------------------------------------------

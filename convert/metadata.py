@@ -82,6 +82,10 @@ def index_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+_NO_WEIGHTS: Final = ("bias", "weight_scale", "weight_scale_inv")
+"""Ends of the names of float tensors with two dimensions that are nobody's weight: FP8's scale grids are F32."""
+
+
 def plain_modules(plan: Plan) -> list[str]:
     """Modules whose weight has two dimensions or more and was not converted, sorted.
 
@@ -90,7 +94,7 @@ def plain_modules(plan: Plan) -> list[str]:
     converted = set(plan.converted)
     plain: set[str] = set()
     for tensor in plan.tensors:
-        if len(tensor.shape) < 2 or tensor.dtype not in PLAIN_DTYPES or tensor.name.endswith("bias"):
+        if len(tensor.shape) < 2 or tensor.dtype not in PLAIN_DTYPES or tensor.name.endswith(_NO_WEIGHTS):
             continue
         module = tensor.name.removesuffix(".weight")
         if module == tensor.name and len(tensor.shape) > 2:

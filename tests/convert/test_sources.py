@@ -232,8 +232,8 @@ def test_nvfp4_is_the_encoding_of_the_decoded_values(kit, make):
     tensors, want, quant = make(kit.rng)
     output, _ = kit.convert(checkpoint(kit, tensors, quant), TO_NVFP4, format="nvfp4-w4a16")
     found = kit.load(output)
-    for module, values in want.items():
-        values = values.astype(np.float32)
+    for module, exact in want.items():
+        values = exact.astype(np.float32)
         s2 = nvfp4_global_scale([values])
         codes, plane = encode_nvfp4(values, s2)
         assert found[f"{module}.weight"][2] == codes.tobytes()

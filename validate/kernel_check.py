@@ -232,13 +232,13 @@ def _check_one(
     _marlin(weight, exact, cases[0][1], seen)
     edge = _edge_weight(weight)
     for case, x, w, values in [*((case, x, weight, exact) for case, x in cases), ("edges", cases[0][1], edge, None)]:
-        numbers = decode(w) if values is None else values
+        judge = _Exact(x, decode(w) if values is None else values, w.format)
         gpu = _OnGpu(w)
         for path in wanted:
             if path is Path.W4A4_EMULATED and (index >= _EMULATED or tokens > _EMULATED_TOKENS):
                 continue
             try:
-                row = _measure(path, x, w, numbers, gpu, seen)
+                row = _measure(path, x, w, judge, gpu, seen)
             except ValueError as error:
                 found.error("operand-refused", f"{path}: {error}", where=name, hint="convert again")
                 continue
@@ -272,20 +272,31 @@ class _OnGpu:
         return self._copy
 
 
+class _Exact:
+    """x @ w^T and sum |w x| in float64, of x as it is and of x rounded to FP4; each made once."""
+
+    def __init__(self, x: NDArray[np.float32], numbers: Floats, fmt: NumberFormat) -> None:
+        self._x, self._numbers, self._format = x, numbers, fmt
+        self._made: dict[bool, tuple[Floats, Floats]] = {}
+
+    def of(self, *, rounded: bool) -> tuple[Floats, Floats]:
+        """(product, terms), each [M, N]."""
+        if rounded not in self._made:
+            x = _rounded(self._x, self._format) if rounded else self._x.astype(np.float64)
+            self._made[rounded] = x @ self._numbers.T, np.abs(x) @ np.abs(self._numbers).T
+        return self._made[rounded]
+
+
 def _measure(
-    path: Path, x: NDArray[np.float32], w: PackedTensor, numbers: Floats, gpu: _OnGpu, seen: _Found
+    path: Path, x: NDArray[np.float32], w: PackedTensor, exact: _Exact, gpu: _OnGpu, seen: _Found
 ) -> tuple[float, float, float | None] | None:
     """(relative error, largest error in bounds, error of rounding x); None where the path does not take this shape."""
     y = _multiply(path, x, w, gpu, seen)
     if y is None:
         return None
-    operand = _rounded(x, w.format) if path.rounds_activations else x.astype(np.float64)
-    exact = operand @ numbers.T
-    terms = np.abs(operand) @ np.abs(numbers).T
-    rounding = None
-    if path.rounds_activations:
-        rounding = bounds.relative_error(exact, reference.matmul(x, numbers))
-    return bounds.relative_error(y, exact), bounds.excess(y, exact, terms), rounding
+    product, terms = exact.of(rounded=path.rounds_activations)
+    rounding = bounds.relative_error(product, exact.of(rounded=False)[0]) if path.rounds_activations else None
+    return bounds.relative_error(y, product), bounds.excess(y, product, terms), rounding
 
 
 def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, gpu: _OnGpu, seen: _Found) -> Floats | None:

@@ -133,6 +133,8 @@ def bench_kernels(
     KernelUnavailableError where the path cannot run.
     """
     started = time.perf_counter()
+    if not output.is_dir():
+        raise SourceError("is not a folder", where=str(output), hint="give the folder that `requant run` wrote")
     folder = open_folder(output, Collector())
     shapes = shapes_of(layers_of(folder))
     if not shapes:
@@ -200,10 +202,11 @@ def _gpu_points(layer: Layer, choice: Choice, tokens: Sequence[int], reader: Map
 
     weight = _load(layer, reader)
     mxfp4 = speed_gpu.as_mxfp4(weight) if weight.format is NumberFormat.NVFP4 else None
+    plain = speed_gpu.Bf16(weight)
     points: list[Point] = []
     for count in tokens:
         ours = speed_gpu.time_fp4(choice.path, weight, count, layer.shape.top_k)
-        bf16 = speed_gpu.time_bf16(weight, count, layer.shape.top_k)
+        bf16 = plain.time(count, layer.shape.top_k)
         source = speed_gpu.time_fp4(choice.path, mxfp4, count, layer.shape.top_k) if mxfp4 is not None else None
         wrong = max(ours.of_bound, source.of_bound if source else 0.0)
         point = _point(layer, choice, count, ours.us, ours.spread_us, ours.touched, wrong)

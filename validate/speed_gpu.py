@@ -28,7 +28,7 @@ from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_BIAS, E8M0_VA
 from requant.kernels.w4a4_operands import Fp4Tensor
 from requant.validate.roofline import Ceilings
 
-__all__ = ["Measured", "as_mxfp4", "decode", "measure_ceilings", "random_routing", "time_bf16", "time_fp4"]
+__all__ = ["Bf16", "Measured", "as_mxfp4", "decode", "measure_ceilings", "random_routing", "time_fp4"]
 
 _REPLAYS: Final = 9
 _LAUNCHES: Final = 48
@@ -54,6 +54,12 @@ def past_l2(nbytes: int) -> int:
     """How many copies of `nbytes` it takes to rotate past the L2 cache; at least 2."""
     cache = int(torch.cuda.get_device_properties(0).L2_cache_size)
     return max(2, -(-_PAST_L2 * cache // max(nbytes, 1)))
+
+
+def copies_past_l2(nbytes: int) -> int:
+    """How many copies of a weight that is read in part at a time make the whole larger than the L2 cache."""
+    cache = int(torch.cuda.get_device_properties(0).L2_cache_size)
+    return max(1, -(-_PAST_L2 * cache // max(nbytes, 1)))
 
 
 def timed(calls: Sequence[Callable[[], object]], launches: int = _LAUNCHES) -> tuple[float, float]:
@@ -159,7 +165,7 @@ def time_fp4(path: Path, weight: Fp4Tensor, tokens: int, top_k: int) -> Measured
 
 
 def _time_dense(path: Path, weight: Fp4Tensor, x: torch.Tensor) -> Measured:
-    copies = past_l2(weight.codes.numel() + weight.scales.numel())
+    copies = max(2, copies_past_l2(weight.codes.numel() + weight.scales.numel()))
     weights = [weight] + [_copy(weight) for _ in range(copies - 1)]
     n = weight.codes.shape[0]
     outputs = [torch.full((x.shape[0], n), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in weights]
@@ -168,7 +174,9 @@ def _time_dense(path: Path, weight: Fp4Tensor, x: torch.Tensor) -> Measured:
         scale = 1.0 if w.global_scale is None else w.global_scale
         if path in (Path.W4A16, Path.W4A16_TRITON):
             way = "cuda" if path is Path.W4A16 else "triton"
-            return lambda: w4a16.w4a16_matmul(x, w.codes, w.scales, scale, fmt=w.format, out=y, path=way)
+            return lambda: w4a16.w4a16_matmul(
+                x, w.codes, w.scales, scale, fmt=w.format, out=y, constant_weights=True, path=way
+            )
         return lambda: y.copy_(w4a4.matmul(x, w))
 
     us, spread = timed([call(w, y) for w, y in zip(weights, outputs, strict=True)])
@@ -179,27 +187,22 @@ def _time_dense(path: Path, weight: Fp4Tensor, x: torch.Tensor) -> Measured:
 
 def _time_grouped(path: Path, weight: Fp4Tensor, x: torch.Tensor, top_k: int) -> Measured:
     experts, n, _ = weight.codes.shape
-    one = (weight.codes.numel() + weight.scales.numel()) // experts
-    sets = past_l2(one * min(experts, x.shape[0] * top_k))
+    stack_bytes = weight.codes.numel() + weight.scales.numel()
+    stacks = [weight] + [_copy(weight) for _ in range(copies_past_l2(stack_bytes) - 1)]
+    sets = max(past_l2(stack_bytes // experts * min(experts, x.shape[0] * top_k)), len(stacks))
     ids = [random_routing(x.shape[0], experts, top_k, seed) for seed in range(sets)]
     outputs = [torch.full((*i.shape, n), torch.nan, dtype=torch.bfloat16, device="cuda") for i in ids]
-    calls: list[Callable[[], object]] = []
-    for i, y in zip(ids, outputs, strict=True):
+
+    def call(w: Fp4Tensor, i: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
         if path is Path.W4A16:
-            routing = w4a16.route_experts(i, experts)
-            calls.append(
-                lambda y=y, routing=routing: w4a16.w4a16_moe(
-                    x, weight.codes, weight.scales, weight.global_scale, fmt=weight.format, routing=routing, out=y
-                )
-            )
-        else:
-            sorted_rows = w4a4.route(i, experts)
-            calls.append(
-                lambda y=y, r=sorted_rows: y.view(-1, n).index_copy_(0, r.order, w4a4.grouped_matmul(x, weight, r))
-            )
-    us, spread = timed(calls)
+            r = w4a16.route_experts(i, experts)
+            return lambda: w4a16.w4a16_moe(x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=r, out=y)
+        rows = w4a4.route(i, experts)
+        return lambda: y.view(-1, n).index_copy_(0, rows.order, w4a4.grouped_matmul(x, w, rows))
+
+    us, spread = timed([call(stacks[s % len(stacks)], ids[s], outputs[s]) for s in range(sets)])
     touched = statistics.mean(int(i.unique().numel()) for i in ids)
-    return Measured(us, spread, _check_grouped(path, weight, x, ids[0], outputs[0]), touched)
+    return Measured(us, spread, _check_grouped(path, weight, x, ids[-1], outputs[-1]), touched)
 
 
 def _check_grouped(path: Path, weight: Fp4Tensor, x: torch.Tensor, ids: torch.Tensor, y: torch.Tensor) -> float:
@@ -212,23 +215,31 @@ def _check_grouped(path: Path, weight: Fp4Tensor, x: torch.Tensor, ids: torch.Te
     return worst
 
 
-def time_bf16(weight: Fp4Tensor, tokens: int, top_k: int) -> Measured:
-    """The same product by BF16 torch.matmul: dense, or one call per expert that is touched."""
-    x = activations(tokens, weight.k, tokens)
-    if weight.codes.dim() == 2:
-        plain = decode(weight).bfloat16()
-        weights = [plain] + [plain.clone() for _ in range(past_l2(2 * plain.numel()) - 1)]
-        y = torch.empty((tokens, plain.shape[0]), dtype=torch.bfloat16, device="cuda")
-        us, spread = timed([lambda w=w: torch.matmul(x, w.T, out=y) for w in weights])
-        return Measured(us, spread, float("nan"))
-    experts = weight.codes.shape[0]
-    sets = past_l2(2 * weight.codes[0].numel() * 2 * min(experts, tokens * top_k))
-    routings = [random_routing(tokens, experts, top_k, seed) for seed in range(sets)]
-    used = sorted({int(e) for i in routings for e in i.unique().tolist()})
-    plain_of = {expert: decode(weight, expert).bfloat16() for expert in used}
+class Bf16:
+    """The same weight in BF16, for torch.matmul: dense, or one call per expert that is touched."""
 
-    def call(ids: torch.Tensor) -> Callable[[], object]:
-        parts = [(x[(ids == e).any(dim=1)], plain_of[int(e)].T) for e in ids.unique().tolist()]
+    def __init__(self, weight: Fp4Tensor) -> None:
+        self._weight = weight
+        self._plain: list[dict[int, torch.Tensor]] = []
+
+    def time(self, tokens: int, top_k: int) -> Measured:
+        """One product of this many tokens."""
+        x = activations(tokens, self._weight.k, tokens)
+        experts = self._weight.codes.shape[0] if self._weight.codes.dim() == 3 else 1
+        nbytes = 4 * self._weight.codes.numel()
+        copies = copies_past_l2(nbytes)
+        sets = max(past_l2(nbytes // experts * min(experts, tokens * top_k)), copies)
+        if self._weight.codes.dim() == 2:
+            y = torch.empty((tokens, self._weight.codes.shape[0]), dtype=torch.bfloat16, device="cuda")
+            weights = [self._of(None, index).T for index in range(copies)]
+            us, spread = timed([lambda w=w: torch.matmul(x, w, out=y) for w in weights])
+            return Measured(us, spread, float("nan"))
+        ids = [random_routing(tokens, experts, top_k, seed) for seed in range(sets)]
+        us, spread = timed([self._call(x, i, index % copies) for index, i in enumerate(ids)], len(ids))
+        return Measured(us, spread, float("nan"), statistics.mean(int(i.unique().numel()) for i in ids))
+
+    def _call(self, x: torch.Tensor, ids: torch.Tensor, copy: int) -> Callable[[], object]:
+        parts = [(x[(ids == e).any(dim=1)], self._of(int(e), copy).T) for e in ids.unique().tolist()]
         outputs = [torch.empty((rows.shape[0], w.shape[1]), dtype=torch.bfloat16, device="cuda") for rows, w in parts]
 
         def run() -> None:
@@ -237,8 +248,14 @@ def time_bf16(weight: Fp4Tensor, tokens: int, top_k: int) -> Measured:
 
         return run
 
-    us, spread = timed([call(ids) for ids in routings], len(routings))
-    return Measured(us, spread, float("nan"), statistics.mean(int(i.unique().numel()) for i in routings))
+    def _of(self, expert: int | None, copy: int) -> torch.Tensor:
+        """A copy of one expert's weight, made when it is first asked for."""
+        while len(self._plain) <= copy:
+            self._plain.append({})
+        kept = self._plain[copy]
+        if (expert or 0) not in kept:
+            kept[expert or 0] = decode(self._weight, expert).bfloat16()
+        return kept[expert or 0]
 
 
 def _copy(weight: Fp4Tensor) -> Fp4Tensor:

@@ -113,7 +113,9 @@ def test_a_wrong_output_is_called_wrong(no_gpu, monkeypatch):
 def test_bad_requests(no_gpu):
     with pytest.raises(SourceError, match="holds no FP4 weight"):
         bench_kernels(GOLDENS / "_src_llama_bf16")
-    with pytest.raises(EnvironmentFault, match="there is no GPU"):
+    with pytest.raises(SourceError, match="is not a folder"):
+        bench_kernels(GOLDENS / "absent")
+    with pytest.raises(EnvironmentFault, match="GPU"):
         run_bench(LLAMA, "1", "cuda", "auto")
     for tokens, device, path, message in [
         ("1,x", "cpu", "auto", "no list of numbers"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.convert.decode import float_tiles, to_bf16
+from requant.convert.decode import amax_tiles, float_tiles, to_bf16
 from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
 from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
@@ -398,13 +398,11 @@ def _write_fp8(plan: Places, member: Member, files: Opened) -> None:
 
 
 def _group_amax(unit: GroupUnit, files: Opened) -> float:
-    from requant.kernels.quantize import amax
-
     largest = 0.0
     for member in unit.members:
-        for first, tile in _float_tiles(member, files):
+        for first, measure in amax_tiles(member.weight, member.start, member.step, member.form.rows, files):
             with _named(member, first):
-                largest = max(largest, amax(tile))
+                largest = max(largest, measure())
     return largest
 
 

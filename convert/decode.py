@@ -12,7 +12,8 @@ global scale the block scale is divided by it first, as that library does, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from requant.manifests.errors import SourceError
 if TYPE_CHECKING:
     from requant.kernels.quantize import Weight
 
-__all__ = ["code_rows", "float_tiles", "scale_rows", "source_nbytes", "to_bf16"]
+__all__ = ["amax_tiles", "code_rows", "float_tiles", "scale_rows", "source_nbytes", "to_bf16"]
 
 TILE_WEIGHTS: Final = 1 << 20
 """Weights decoded at a time: 4 MB of FP32."""
@@ -73,6 +74,30 @@ def float_tiles(weight: SourceWeight, start: int, step: int, n: int, files: Open
         for first in range(base, stop, per_tile):
             count = min(per_tile, stop - first)
             yield first, read(weight, start + first * step, step, count, files)
+
+
+def amax_tiles(
+    weight: SourceWeight, start: int, step: int, n: int, files: Opened
+) -> Iterator[tuple[int, Callable[[], float]]]:
+    """(first row, what gives the tile's largest |w|, or NonFiniteError), over n rows from `start`.
+
+    FP8 is not decoded for it: the largest byte of a block under its scale is the block's amax.
+    """
+    from requant.kernels.fp8 import encoded_amax
+    from requant.kernels.quantize import amax
+
+    if weight.format == "fp8":
+        high, wide = weight.more.block
+        per_tile = max(TILE_WEIGHTS * 2 // weight.cols, 1)
+        for first in range(0, n, per_tile):
+            count, at = min(per_tile, n - first), start + first
+            values = read_rows(code_rows(weight, at, 1, count), files.source(weight.codes.file), 0, count)
+            top, last = at // high, -(-(at + count) // high)
+            grid = _grid(weight, files, top, last, -(-weight.cols // wide))
+            yield first, partial(encoded_amax, values, grid, (high, wide), at - top * high)
+    else:
+        for first, tile in float_tiles(weight, start, step, n, files):
+            yield first, partial(amax, tile)
 
 
 def to_bf16(tile: NDArray[Any]) -> NDArray[np.uint16]:

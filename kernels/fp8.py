@@ -19,11 +19,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.kernels.formats import E4M3_MAX
+from requant.kernels.formats import E4M3_MAX, E4M3_VALUES, E8M0_VALUES
 from requant.kernels.jit import kernel
 from requant.kernels.quantize import NonFiniteError, Weight
 
-__all__ = ["Quotient", "block_amax", "encode_fp8", "fp8_scales"]
+__all__ = ["Quotient", "block_amax", "encode_fp8", "encoded_amax", "fp8_scales"]
 
 Quotient = Literal["f32", "bf16", "f16"]
 Words = NDArray[np.uint32]
@@ -74,6 +74,27 @@ def encode_fp8(
     narrow = 1 if quotient == "bf16" else 0
     grid = np.require(scales, np.float32, ["C", "A"])
     _finite(call(source, shift, grid, block[0], block[1], first_row, narrow, out), w.shape[1])
+
+
+def encoded_amax(values: Bytes, scales: NDArray[Any], block: tuple[int, int], first_row: int = 0) -> float:
+    """The largest |w| of E4M3 bytes [n, K] under the scales of the whole tensor (float32, or E8M0 bytes), undecoded.
+
+    Order of the bytes is order of the magnitudes, and a product rounded to FP32 keeps it: the same number as decoding
+    everything would give. NonFiniteError for a NaN byte.
+    """
+    grid: Floats = E8M0_VALUES[scales.astype(np.intp)] if scales.dtype == np.uint8 else scales
+    if values.dtype != np.uint8 or values.ndim != 2:
+        raise ValueError(f"values are {values.dtype} {values.shape}: expected E4M3 bytes [n, K]")
+    high, wide = block
+    rows, columns = values.shape
+    if grid.shape[0] * high < first_row + rows or grid.shape[1] != -(-columns // wide):
+        raise ValueError(f"scales {grid.shape} do not cover rows {first_row} to {first_row + rows} of K = {columns}")
+    out = np.zeros(1, dtype=np.float32)
+    ready = np.require(values, np.uint8, ["C"])
+    _finite(
+        _encoded_amax(ready, np.require(grid, np.float32, ["C", "A"]), E4M3_VALUES, *block, first_row, out), columns
+    )
+    return float(out[0])
 
 
 def _check(w: Weight, block: tuple[int, int], grid: Floats, first_row: int) -> None:
@@ -179,3 +200,24 @@ _f32_amax = kernel("const u32[:,:]", "i64", "i64", "i64", "i64", "u32[:,:]", use
 _ENCODE: Final = ("i64", "const f32[:,:]", "i64", "i64", "i64", "i64", "u8[:,:]")
 _bf16_encode = kernel("const u16[:,:]", *_ENCODE, uses=(_first_nonfinite,))(_encode)
 _f32_encode = kernel("const u32[:,:]", *_ENCODE, uses=(_first_nonfinite,))(_encode)
+
+
+@kernel("const u8[:,:]", "const f32[:,:]", "const f32[:]", "i64", "i64", "i64", "f32[:]")
+def _encoded_amax(
+    values: Bytes, scales: Floats, table: Floats, high: int, wide: int, first_row: int, out: Floats
+) -> int:
+    largest = np.float32(0.0)
+    for n in range(values.shape[0]):
+        row = values[n]
+        for start in range(0, row.shape[0], wide):
+            part = row[start : min(start + wide, row.shape[0])]
+            top = np.uint8(0)
+            for j in range(part.shape[0]):
+                top = max(top, part[j] & np.uint8(0x7F))
+            if top == np.uint8(0x7F):
+                for j in range(part.shape[0]):
+                    if part[j] & np.uint8(0x7F) == np.uint8(0x7F):
+                        return n * row.shape[0] + start + j
+            largest = max(largest, table[top] * scales[(first_row + n) // high, start // wide])
+    out[0] = largest
+    return -1

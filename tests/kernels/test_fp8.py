@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from requant.kernels.cpu_dequant import dequantize_fp8_block
-from requant.kernels.fp8 import block_amax, encode_fp8, fp8_scales
+from requant.kernels.fp8 import block_amax, encode_fp8, encoded_amax, fp8_scales
 from requant.kernels.quantize import NonFiniteError
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens" / "modelopt"
@@ -101,3 +101,19 @@ def test_zeros_have_scale_one_and_nan_is_refused():
     w[2, 5] = np.inf
     with pytest.raises(NonFiniteError, match="row 2, column 5"):
         encoded(w, (4, 8))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 32), (1, 333), (300, 333), (1, 32)])
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_the_amax_of_codes_is_that_of_the_decoded_values(block, e8m0):
+    rng = np.random.default_rng(4)
+    codes = rng.integers(0, 256, (300, 333), dtype=np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x11
+    shape = -(-300 // block[0]), -(-333 // block[1])
+    scales = rng.integers(100, 140, shape, dtype=np.uint8) if e8m0 else rng.random(shape).astype(np.float32)
+    values = np.empty(codes.shape, np.float32)
+    dequantize_fp8_block(codes, scales, block, values)
+    assert encoded_amax(codes, scales, block) == np.abs(values).max()
+    codes[299, 332] = 0xFF
+    with pytest.raises(NonFiniteError, match="row 299, column 332"):
+        encoded_amax(codes, scales, block)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels import bounds, reference
-from requant.kernels.availability import KernelUnavailableError
+from requant.kernels.availability import KernelUnavailableError, gpu
 from requant.kernels.dispatch import Path, PathState, paths
 from requant.kernels.formats import E4M3_VALUES, E8M0_VALUES, MARLIN_POW2_MIN, NumberFormat, PackedTensor
 from requant.kernels.matmul import decode, matmul, stack
@@ -98,15 +98,7 @@ def check_kernels(
         wanted = [path for path in wanted if not path.on_gpu]
     has_gpu = any(path.on_gpu for path in wanted)
     if gate.device == "cuda" and not has_gpu:
-        why = "; ".join(f"{s.path}: {s.availability}" for s in states if s.path.on_gpu)
-        return StageResult(
-            STAGE,
-            Status.NOT_RUN,
-            f"the gate asks for a GPU, and no GPU path runs here ({why})",
-            (),
-            {"paths": listed},
-            "",
-        )
+        return _not_run(f"the gate asks for a GPU, and no GPU path runs here: {gpu()[0]}", listed)
     found = Collector()
     folder = open_folder(output, Collector())
     everything = packed_weights(folder)
@@ -233,12 +225,12 @@ def _check_one(
     edge = _edge_weight(weight)
     for case, x, w, values in [*((case, x, weight, exact) for case, x in cases), ("edges", cases[0][1], edge, None)]:
         judge = _Exact(x, decode(w) if values is None else values, w.format)
-        gpu = _OnGpu(w)
+        held = _OnGpu(w)
         for path in wanted:
             if path is Path.W4A4_EMULATED and (index >= _EMULATED or tokens > _EMULATED_TOKENS):
                 continue
             try:
-                row = _measure(path, x, w, judge, gpu, seen)
+                row = _measure(path, x, w, judge, held, seen)
             except ValueError as error:
                 found.error("operand-refused", f"{path}: {error}", where=name, hint="convert again")
                 continue
@@ -288,10 +280,10 @@ class _Exact:
 
 
 def _measure(
-    path: Path, x: NDArray[np.float32], w: PackedTensor, exact: _Exact, gpu: _OnGpu, seen: _Found
+    path: Path, x: NDArray[np.float32], w: PackedTensor, exact: _Exact, held: _OnGpu, seen: _Found
 ) -> tuple[float, float, float | None] | None:
     """(relative error, largest error in bounds, error of rounding x); None where the path does not take this shape."""
-    y = _multiply(path, x, w, gpu, seen)
+    y = _multiply(path, x, w, held, seen)
     if y is None:
         return None
     product, terms = exact.of(rounded=path.rounds_activations)
@@ -299,7 +291,7 @@ def _measure(
     return bounds.relative_error(y, product), bounds.excess(y, product, terms), rounding
 
 
-def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, gpu: _OnGpu, seen: _Found) -> Floats | None:
+def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, held: _OnGpu, seen: _Found) -> Floats | None:
     try:
         if not path.on_gpu:
             y, choice = matmul(x, w, path)
@@ -308,7 +300,7 @@ def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, gpu: _OnGpu, 
         import torch
 
         on_gpu = torch.as_tensor(x).to(torch.bfloat16).cuda()
-        result, choice = matmul(on_gpu, gpu.get(), path)
+        result, choice = matmul(on_gpu, held.get(), path)
         seen.chips[path] = choice.chip
         return result.double().cpu().numpy()
     except KernelUnavailableError:

@@ -85,8 +85,7 @@ def test_the_sample_is_seeded_and_holds_every_shape():
 def test_a_gate_for_a_gpu_does_not_run_here():
     result = check_kernels(LLAMA, KernelsGate(device="cuda"))
     assert (result.status, result.device) == (Status.NOT_RUN, "")
-    assert result.reason.startswith("the gate asks for a GPU, and no GPU path runs here (w4a4: ")
-    assert "there is no GPU" in result.reason or "no NVIDIA GPU" in result.reason
+    assert result.reason == "the gate asks for a GPU, and no GPU path runs here: there is no GPU"
 
 
 def test_a_folder_without_fp4_is_not_run():

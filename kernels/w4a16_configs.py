@@ -155,8 +155,8 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
         4: Config(8, 2, 128, depth=4),
         8: Config(4, 4, 64, cluster=2),
         16: Config(4, 4, 64, cluster=2),
-        32: Config(3, 4, 64, cluster=2, x_stages=2),
-        64: Config(1, 5, 26, cluster=4, row_tiles=2),
+        32: Config(2, 4, 64, cluster=2),
+        64: Config(2, 4, 64, cluster=2, x_stages=2),
     },
     (7168, 2048): {
         1: Config(2, 4, 112, depth=6),
@@ -164,7 +164,7 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
         4: Config(2, 4, 112, depth=4),
         8: Config(4, 4, 112),
         16: Config(4, 4, 112, depth=4),
-        32: Config(1, 8, 28, cluster=4, row_tiles=2),
+        32: Config(2, 7, 64, cluster=2),
         64: Config(1, 8, 28, cluster=4, row_tiles=2),
     },
     (5120, 2944): {
@@ -173,8 +173,8 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
         4: Config(4, 3, 107, depth=4),
         8: Config(3, 5, 64, cluster=2, depth=4),
         16: Config(3, 5, 64, cluster=2, depth=4),
-        32: Config(3, 5, 64, cluster=2),
-        64: Config(1, 7, 23, cluster=4, row_tiles=2),
+        32: Config(2, 5, 64, cluster=2),
+        64: Config(1, 6, 27, cluster=4, row_tiles=2),
     },
     (12288, 4096): {
         1: Config(2, 6, 128),

@@ -22,11 +22,13 @@
 // puts its largest element in [2^14, 2^15). Elements down to 2^-28 of the largest keep all their bits; smaller ones lose
 // at most 2^-39 of it. Sums are FP32. Infinities and NaNs pass through.
 //
-// Three ways for block scales to meet the codes, chosen at compile time:
+// Four ways for block scales to meet the codes, chosen at compile time:
 //   * kGroupColumns, M <= 2: column 2p + t of B holds token t in the rows of lane p only, zero elsewhere, so after the
 //     MMAs of one group of k, lane p's own accumulators are the dot products of its own group; one FFMA scales them.
 //   * kScaleFirst, NVFP4: the decoded halves are multiplied by the scale before the MMA. Exact: a product has at most 6
 //     significant bits and is a multiple of 2^-24.
+//   * kBf16, NVFP4, M >= 32: kScaleFirst in BF16. Decoding takes 6 more instructions per 8 codes, which the MMAs of so many
+//     tokens hide, and x is used as it is, with no scaling, no barrier for it and no limit to its range.
 //   * kScaleAfter, MXFP4: E8M0 does not fit a half. A lane takes word p of each group of 32, so one MMA pair covers one
 //     group of 32 k, and its result is scaled in FP32.
 #pragma once
@@ -44,11 +46,12 @@ constexpr int kPiece = 16;                       // bytes of x (8 tokens' worth 
 constexpr int kLineXBytes = kLineK * 2;          // bytes of x per token and line
 constexpr int kStageXBytes = kStageK * 2;        // bytes of x per token and stage
 constexpr int kMaxWidth = 64;                    // tokens of the widest kernel
+constexpr int kBf16Tokens = 32;                  // from this width on, BF16 operands
 constexpr int kGroupedTileTokens = 16;           // tokens of one expert that share a pass over its weights
 constexpr uint32_t kHalfTargetExponent = 127 + 14;  // biased exponent given to the largest x of a chunk
 
 enum class Format { kNvfp4, kMxfp4 };
-enum class ScaleMode { kGroupColumns, kScaleFirst, kScaleAfter };
+enum class ScaleMode { kGroupColumns, kScaleFirst, kScaleAfter, kBf16 };
 
 // How rows of block scales are aligned in memory, i.e. what K allows.
 enum class Alignment {
@@ -99,7 +102,8 @@ struct FormatTraits {
 template <Format FORMAT, int TOKENS>
 __host__ __device__ constexpr ScaleMode scale_mode() {
   if (TOKENS <= 2) return ScaleMode::kGroupColumns;
-  return FORMAT == Format::kNvfp4 ? ScaleMode::kScaleFirst : ScaleMode::kScaleAfter;
+  if (FORMAT == Format::kMxfp4) return ScaleMode::kScaleAfter;
+  return TOKENS >= kBf16Tokens ? ScaleMode::kBf16 : ScaleMode::kScaleFirst;
 }
 
 template <Format FORMAT, int ROW_TILES, int DEPTH, Alignment ALIGNMENT>
@@ -405,6 +409,7 @@ struct Activations {
 
   // What undoes that power of two and kCodeFactor.
   __device__ static __forceinline__ float restore(uint32_t largest) {
+    if (MODE == ScaleMode::kBf16) return kBf16CodeFactor;
     return __uint_as_float(static_cast<uint32_t>(254 - shift_for(largest)) << 23) * kCodeFactor;
   }
 
@@ -536,8 +541,13 @@ struct WarpTile {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
           uint32_t low[4], high[4];  // rows g and g + 8
-          decode_e2m1(word_of(line[r][0], w), low);
-          decode_e2m1(word_of(line[r][1], w), high);
+          if constexpr (kMode == ScaleMode::kBf16) {
+            decode_e2m1_bf16(word_of(line[r][0], w), low);
+            decode_e2m1_bf16(word_of(line[r][1], w), high);
+          } else {
+            decode_e2m1(word_of(line[r][0], w), low);
+            decode_e2m1(word_of(line[r][1], w), high);
+          }
           if constexpr (kGroups) {
             const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
@@ -556,6 +566,23 @@ struct WarpTile {
                 sums[r][0][0][1] += of_low * dot[r][1];
                 sums[r][0][0][3] += of_high * dot[r][3];
               }
+            }
+          } else if constexpr (kMode == ScaleMode::kBf16) {
+            const __nv_bfloat162 two_low = decode_e4m3x2_bf16(j == 0 ? scale[r][0] : scale[r][0] >> 16);
+            const __nv_bfloat162 two_high = decode_e4m3x2_bf16(j == 0 ? scale[r][1] : scale[r][1] >> 16);
+            const __nv_bfloat162 of_low = w < 2 ? __low2bfloat162(two_low) : __high2bfloat162(two_low);
+            const __nv_bfloat162 of_high = w < 2 ? __low2bfloat162(two_high) : __high2bfloat162(two_high);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              low[i] = multiply_bf162(low[i], of_low);
+              high[i] = multiply_bf162(high[i], of_high);
+            }
+            const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) mma_bf16(sums[r][n][0], a0, b[n].x, b[n].y, sums[r][n][0]);
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              mma_bf16(sums[r][n][kChains - 1], a1, b[n].z, b[n].w, sums[r][n][kChains - 1]);
             }
           } else {
             const __half2 of_low = group_scale_half2(scale[r][0], j, w), of_high = group_scale_half2(scale[r][1], j, w);
@@ -668,7 +695,7 @@ struct WarpTile {
           for (int i = 0; i < 4; ++i) {
             const int token = n * 8 + 2 * p + i % 2, row = r * 16 + g + i / 2 * 8;
             float v = sums[r][n][0][i];
-            if (kMode == ScaleMode::kScaleFirst && kChains == 2) v += sums[r][n][1][i];
+            if (kMode != ScaleMode::kScaleAfter && kChains == 2) v += sums[r][n][1][i];
             put(totals + token * pitch + row, v * restore[i % 2], add);
           }
         }
@@ -796,15 +823,17 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
       copy_wait<0>();
     }
     uint32_t* const now = largest + (turn & 1) * set;
-    activations.find_largest(x, now, TOKENS, stages, at.lane);
-    __syncthreads();  // also: the last unit's sums have been read, the zeros are whole
-    if (at.warp == 0) {
-      uint32_t* idle = reinterpret_cast<uint32_t*>(shared + p.largest_offset) + ((turn & 1) ^ 1) * set;
-      for (int i = at.lane; i < p.column_warps * (GROUPED ? kGroupedTileTokens : TOKENS); i += 32) idle[i] = 0;
+    if constexpr (scale_mode<FORMAT, TOKENS>() != ScaleMode::kBf16) {
+      activations.find_largest(x, now, TOKENS, stages, at.lane);
+      __syncthreads();  // also: the last unit's sums have been read, the zeros are whole
+      if (at.warp == 0) {
+        uint32_t* idle = reinterpret_cast<uint32_t*>(shared + p.largest_offset) + ((turn & 1) ^ 1) * set;
+        for (int i = at.lane; i < p.column_warps * (GROUPED ? kGroupedTileTokens : TOKENS); i += 32) idle[i] = 0;
+      }
+      ++turn;
+      activations.convert(x, now, TOKENS, stages);
     }
-    ++turn;
-    activations.convert(x, now, TOKENS, stages);
-    __syncthreads();  // x is whole
+    __syncthreads();  // x is whole; and (BF16) the last unit's sums have been read
     using Tile = WarpTile<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT>;
     Tile tile;
     tile.clear();

@@ -137,7 +137,7 @@ def test_a_missing_compiler_is_named_with_the_ways_out(monkeypatch, tmp_path):
 def test_the_sources_compile_for(arch, tmp_path):
     """The front end and ptxas accept one variant of each kind; the whole library takes a minute and is built on use."""
     probe = tmp_path / "probe.cu"
-    kinds = [("kNvfp4", 2, "kScale16"), ("kNvfp4", 8, "kGeneral"), ("kMxfp4", 8, "kScale8")]
+    kinds = [("kNvfp4", 2, "kScale16"), ("kNvfp4", 8, "kGeneral"), ("kNvfp4", 32, "kScale4"), ("kMxfp4", 8, "kScale8")]
     lines = [
         f"template __global__ void requant::w4a16_kernel<requant::Format::{f}, {t}, 1, 3, requant::Alignment::{a}, 512,"
         " 1>"

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from requant.convert.execute import RunResult
     from requant.convert.pipeline import Job
     from requant.convert.stream import MakeJudge
+    from requant.convert.uploads import Uploader
     from requant.manifests.schema import Manifest
     from requant.validate.verdict import SignOff
 
@@ -131,7 +132,7 @@ def convert(
     job = prepare(manifest, sets or [])
     if form is Format.HUMAN:
         typer.echo(plan_text(job.plan, job.seconds))
-    _run(job, force, quiet)
+    _run(job, force, quiet, push=push)
     _report(_judge(job, quiet), form)
     if push:
         _publish(job.plan.output, job.manifest, quiet=quiet, form=form)
@@ -469,11 +470,13 @@ def _stage_bar(label: str, quiet: bool) -> Generator[Callable[[int, int], None]]
         yield progress
 
 
-def _run(job: Job, force: bool, quiet: bool) -> RunResult:
+def _run(job: Job, force: bool, quiet: bool, *, push: bool = False) -> RunResult:
     from requant.convert.pipeline import run_job
 
     with _bar(job.plan.bytes_in, "convert", quiet) as progress:
-        result = run_job(job, force=force, progress=progress, make_judge=_judge_maker(job.manifest))
+        judge = _judge_maker(job.manifest)
+        with _uploading(job, push) as uploader:
+            result = run_job(job, force=force, progress=progress, make_judge=judge, uploader=uploader)
     log.info("wrote %s (%d units, %d done by an earlier run)", job.plan.output, len(job.plan.units), result.resumed)
     return result
 
@@ -495,6 +498,18 @@ def _validate(
     return validate_output(output, source, manifest, only=only, activations=activations, bar=bar)
 
 
+def _uploading(job: Job, push: bool) -> AbstractContextManager[Uploader | None]:
+    """Uploads finished shards while the next are made, where the disk is too small for all of them."""
+    if not push or not job.manifest.execute.stream:
+        return nullcontext()
+    from requant.convert.publish import publish_settings, upload_target
+    from requant.convert.uploads import Uploader, must_free
+
+    if not must_free(job.plan):
+        return nullcontext()
+    return Uploader(job.plan, upload_target(publish_settings(job.manifest), job.manifest.name))
+
+
 def _judge_maker(manifest: Manifest) -> MakeJudge | None:
     """What judges a streamed conversion while it runs."""
     if not manifest.execute.stream:
@@ -509,10 +524,15 @@ def _judge(job: Job, quiet: bool) -> SignOff:
     if not job.manifest.execute.stream:
         return _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
     from requant.convert.stream import source_with_holes, stream_folder
+    from requant.convert.uploads import read_uploaded
+    from requant.validate.hashing import FileHash
     from requant.validate.streamed import sign_off_streamed
 
     output = job.plan.output
-    signed = sign_off_streamed(output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet))
+    freed = {name: FileHash(name, shard.size, shard.sha256) for name, shard in read_uploaded(output).items()}
+    signed = sign_off_streamed(
+        output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet), freed
+    )
     shutil.rmtree(stream_folder(output))
     return signed
 

@@ -80,9 +80,11 @@ def execute(
     force: bool = False,
     progress: Progress = lambda _: None,
     lock: dict[str, Any] | None = None,
+    reserve: bool = True,
 ) -> RunResult:
     """Write the output by `engine`, or threads of this process. finish(folder, result) adds metadata before the rename.
 
+    reserve: claim the disk for the whole output before the first byte (not where shards are freed on the way).
     LockError: a finished output is in the way, another run holds it, or the plan changed. EnvironmentFault: the folder
     or the disk. IncompleteError: stopped half way, resumable. SourceError: the source's bytes are bad.
     """
@@ -105,7 +107,7 @@ def execute(
                     _discard(partial, keep_records=True)  # shards of a plan that nobody remembers
                 if lock is not None:
                     _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
-                run = _Run(plan, partial, journal, progress)
+                run = _Run(plan, partial, journal, progress, reserve=reserve)
                 run.prepare()
                 resumed = len(journal.done)
                 begin = time.monotonic()
@@ -276,7 +278,8 @@ def _disk_fault(error: OSError, partial: Path, source: Path) -> RequantError:
 class _Run:
     """The state of one execution."""
 
-    def __init__(self, plan: Plan, partial: Path, journal: Journal, progress: Progress) -> None:
+    def __init__(self, plan: Plan, partial: Path, journal: Journal, progress: Progress, *, reserve: bool) -> None:
+        self._reserve = reserve
         self.plan = plan
         self.partial = partial
         self.journal = journal
@@ -312,7 +315,7 @@ class _Run:
                     self._left[shard] += 1
         needed = self._missing_bytes()
         free = shutil.disk_usage(self.partial).free
-        if needed > free:
+        if self._reserve and needed > free:
             raise EnvironmentFault(
                 f"needs {needed:,} bytes more, the disk has {free:,} free",
                 where=str(self.partial),
@@ -328,7 +331,7 @@ class _Run:
                 self._forget(number)
                 fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
                 try:
-                    preallocate(fd, shard.size)
+                    preallocate(fd, shard.size) if self._reserve else os.ftruncate(fd, shard.size)
                 finally:
                     os.close(fd)
             write_all(self._files.output(number), header_of(shard, self.plan.tensors), 0)

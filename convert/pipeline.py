@@ -21,7 +21,7 @@ from requant.convert.hub import fetch, is_offline
 from requant.convert.layouts.reading import recognise
 from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
-from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, local_manifest, public_manifest
+from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, UPLOADED_FILE, local_manifest, public_manifest
 from requant.convert.remote import Remote, refuse_changed, remote_catalogue, resolve, snapshot_folder
 from requant.convert.runrecord import RECORD_FILE
 from requant.manifests.errors import EnvironmentFault, LockError, UsageError
@@ -32,6 +32,7 @@ __all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_
 
 if TYPE_CHECKING:
     from requant.convert.stream import MakeJudge
+    from requant.convert.uploads import Uploader
 
 LOCK_FILE: Final = "requant.lock.json"
 MANIFEST_FILE: Final = "requant.manifest.yaml"
@@ -162,7 +163,17 @@ def fetch_source(job: Job) -> Job:
     return replace(job, plan=replace(job.plan, catalogue=fetched))
 
 
-def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None) -> tuple[Job, Engine]:
+def _refuse_hollow(output: Path, uploader: Uploader | None, force: bool) -> None:
+    """LockError if shards of an unfinished output were uploaded and freed, and this run would take them for whole."""
+    if uploader is None and not force and (partial_of(output) / UPLOADED_FILE).exists():
+        raise LockError(
+            "was begun with --push: finished shards are on the Hub and not here any more",
+            where=str(partial_of(output)),
+            hint="go on with --push, or start over with --force",
+        )
+
+
+def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None, uploader: Uploader | None) -> tuple[Job, Engine]:
     """The job over a source with holes, and the engine that fills them window by window."""
     from requant.convert.stream import StreamEngine, streamed_source, window_budget
 
@@ -174,7 +185,10 @@ def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None) -> tuple[Jo
         )
     if make_judge is None:
         raise UsageError("nothing compares a streamed conversion later", where="make_judge", hint="pass one")
-    engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
+    if uploader is None:
+        engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
+    else:
+        engine = StreamEngine(job.remote, inner, uploader.budget, make_judge, uploader.after)
     return replace(job, plan=streamed_source(job.plan, job.remote)), engine
 
 
@@ -198,22 +212,31 @@ def check_source_unchanged(job: Job) -> None:
 
 
 def run_job(
-    job: Job, *, force: bool = False, progress: Progress = lambda _: None, make_judge: MakeJudge | None = None
+    job: Job,
+    *,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+    make_judge: MakeJudge | None = None,
+    uploader: Uploader | None = None,
 ) -> RunResult:
     """Convert: all shards, then metadata, sidecars, manifest and lock; the folder gets its name last.
 
-    make_judge: what compares a streamed conversion with its source; needed for one.
+    make_judge: what compares a streamed conversion with its source; needed for one. uploader: takes finished shards.
     """
+    _refuse_hollow(job.plan.output, uploader, force)
     if not force:
         check_source_unchanged(job)
     engine = engine_of(job.plan)
+    plan_sha256 = job.plan.sha256  # of the plan as anyone makes it, whatever the order of its units here
     if job.manifest.execute.stream:
-        job, engine = _streamed(job, engine, make_judge)
+        job, engine = _streamed(job, engine, make_judge, uploader)
     else:
         job = fetch_source(job)
-    lock = lock_of(job)
+    lock = {**lock_of(job), "plan_sha256": plan_sha256}
 
     def finish(folder: Path, result: RunResult) -> None:
+        if uploader is not None:
+            uploader.finish()
         metadata = metadata_files(job.plan)
         for name, content in metadata.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -228,7 +251,7 @@ def run_job(
         lock["complete"] = True
         (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
 
-    return execute(job.plan, finish, engine=engine, force=force, progress=progress, lock=lock)
+    return execute(job.plan, finish, engine=engine, force=force, progress=progress, lock=lock, reserve=uploader is None)
 
 
 def engine_of(plan: Plan) -> Engine:

@@ -7,6 +7,7 @@ find again lies in `.requant-local/` inside the output, which is neither judged 
     .requant-local/manifest.yaml   the resolved manifest with its paths, made absolute
     .requant-local/run.json        how fast the run was, on which nodes (runrecord.py)
     .requant-local/publish.json    which pull request or branch an upload went into
+    .requant-local/uploaded.json   shards that were uploaded while converting and freed (uploads.py)
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ from typing import Any, Final, cast
 from requant.manifests.load import dump_manifest
 from requant.manifests.schema import Manifest
 
-__all__ = ["LOCAL_FOLDER", "LOCAL_MANIFEST", "LOCATIONS", "local_manifest", "public_manifest", "redact"]
+__all__ = [
+    "LOCAL_FOLDER",
+    "LOCAL_MANIFEST",
+    "LOCATIONS",
+    "UPLOADED_FILE",
+    "local_manifest",
+    "public_manifest",
+    "redact",
+]
 
 LOCAL_FOLDER: Final = ".requant-local"
 LOCAL_MANIFEST: Final = f"{LOCAL_FOLDER}/manifest.yaml"
+UPLOADED_FILE: Final = f"{LOCAL_FOLDER}/uploaded.json"
 
 LOCATIONS: Final = (
     ("source", "path"),

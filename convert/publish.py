@@ -28,6 +28,7 @@ from requant.convert.finished import manifest_of
 from requant.convert.hub import AGAIN, hub_api, hub_faults, network_errors, retry_after, status_of_fault
 from requant.convert.pipeline import LOCK_FILE
 from requant.convert.private import LOCAL_FOLDER
+from requant.convert.uploads import Uploaded, read_uploaded, uploaded_operation
 from requant.manifests.errors import PublishError, SourceError
 from requant.manifests.schema import Manifest
 from requant.manifests.schema import Publish as PublishSection
@@ -35,7 +36,7 @@ from requant.validate.hashing import judged_files
 from requant.validate.signoff import load_signoff, verify_signoff
 from requant.validate.verdict import SignOff
 
-__all__ = ["Changes", "Publication", "Via", "check_ready", "publish", "publish_settings"]
+__all__ = ["Changes", "Publication", "Via", "check_ready", "publish", "publish_settings", "upload_target"]
 
 Via = Literal["pull_request", "branch", "main"]
 Say = Callable[[str], None]
@@ -110,11 +111,14 @@ class _Item:
     """A file to have in the repository: its content, size and both names by which the Hub knows content."""
 
     name: str
-    content: Path | bytes
+    content: Path | bytes | Uploaded
     size: int
     sha256: str
 
     def git_oid(self) -> str:
+        """git's name of a file that is no large one."""
+        if isinstance(self.content, Uploaded):
+            return ""
         data = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
@@ -151,11 +155,13 @@ def check_ready() -> None:
         )
 
 
-def _standing(output: Path, force_unsigned: bool) -> tuple[SignOff | None, str]:
+def _standing(output: Path, uploaded: Mapping[str, Uploaded], force_unsigned: bool) -> tuple[SignOff | None, str]:
     """(sign-off, why it does not hold or ""). PublishError if it does not and nobody insists."""
     try:
         signoff = load_signoff(output)
-        stale = verify_signoff(output)
+        covered = {file.name: file.sha256 for file in signoff.files}
+        freed = {name for name, shard in uploaded.items() if covered.get(name) == shard.sha256}
+        stale = [line for line in verify_signoff(output) if line.partition(": ")[0] not in freed]
     except SourceError as error:
         signoff, stale, why = None, list[str](), error.message
     else:
@@ -173,12 +179,14 @@ def _standing(output: Path, force_unsigned: bool) -> tuple[SignOff | None, str]:
     return signoff, why
 
 
-def _items(output: Path, known: Mapping[str, str]) -> list[_Item]:
+def _items(output: Path, known: Mapping[str, str], uploaded: Mapping[str, Uploaded]) -> list[_Item]:
     """Every file to publish but the card. known: sha256 of files just hashed. PublishError for what must not leave."""
     root = output.resolve()
     own = sorted(path.name for path in output.glob("requant.signoff.*") if path.is_file())
-    items: list[_Item] = []
+    items = [_Item(name, shard, shard.size, shard.sha256) for name, shard in uploaded.items()]
     for name in [*judged_files(output), *own]:
+        if name in uploaded:
+            continue
         path = output / name
         if not path.resolve().is_relative_to(root):
             raise PublishError("is a link that leads out of the folder", where=name, hint="replace it by the file")
@@ -216,6 +224,17 @@ class _Target:
     revision: str
     pull: int
     exists: bool
+
+
+def upload_target(settings: PublishSection, name: str) -> Callable[[Path], tuple[str, str]]:
+    """For an upload that begins before the output is finished: folder -> (repository, revision), made if need be."""
+
+    def opened(partial: Path) -> tuple[str, str]:
+        with hub_faults(settings.repo, "the upload", publishing=True):
+            target = _target(hub_api(), partial, settings, name, dry_run=False)
+        return target.repo, target.revision
+
+    return opened
 
 
 def _state(output: Path) -> dict[str, Any]:
@@ -345,10 +364,12 @@ def publish(
     PublishError if the sign-off does not cover the files, if a file must not leave, or if the Hub refuses; running the
     same command again goes on where it stopped.
     """
-    signoff, unsigned = _standing(output, force_unsigned)
+    uploaded = read_uploaded(output)
+    signoff, unsigned = _standing(output, uploaded, force_unsigned)
     lock = read_json(output / LOCK_FILE, LOCK_FILE)
     manifest = manifest_of(output)
-    items = _items(output, {file.name: file.sha256 for file in signoff.files} if signoff and not unsigned else {})
+    known = {file.name: file.sha256 for file in signoff.files} if signoff and not unsigned else {}
+    items = _items(output, known, uploaded)
     check_ready()
     api = hub_api()
     with hub_faults(settings.repo, "the upload", publishing=True):
@@ -367,6 +388,8 @@ def publish(
             head = _bring_up_to_date(api, target, manifest.name, compare)
             if target.pull:
                 _mark_open(api, target)
+            for name in uploaded:  # hollow: nobody is to take it for a shard
+                (output / name).unlink(missing_ok=True)
         url = f"{api.endpoint}/{target.repo}"
         url += f"/discussions/{target.pull}" if target.pull else f"/tree/{target.revision}"
     return Publication(target.repo, target.revision, url, "" if dry_run else head.commit, changes, dry_run)
@@ -400,11 +423,7 @@ def _bring_up_to_date(api: Any, target: _Target, name: str, compare: Compare) ->
 def _send(api: Any, target: _Target, head: _Head, items: Sequence[_Item], changes: Changes, name: str) -> None:
     """Upload what is missing and commit it on `head`."""
     hub: Any = import_module("huggingface_hub")
-    adds = [
-        hub.CommitOperationAdd(item.name, item.content if isinstance(item.content, bytes) else str(item.content))
-        for item in items
-        if item.name in changes.send
-    ]
+    adds = [_operation(hub, item) for item in items if item.name in changes.send]
     for add in adds:  # one at a time: what is up stays up, whatever happens to the next
         api.preupload_lfs_files(target.repo, [add], revision=target.revision, free_memory=False)
     api.create_commit(
@@ -414,6 +433,12 @@ def _send(api: Any, target: _Target, head: _Head, items: Sequence[_Item], change
         revision=target.revision,
         parent_commit=head.commit,
     )
+
+
+def _operation(hub: Any, item: _Item) -> Any:
+    if isinstance(item.content, Uploaded):
+        return uploaded_operation(item.name, item.content)
+    return hub.CommitOperationAdd(item.name, item.content if isinstance(item.content, bytes) else str(item.content))
 
 
 def _verify(api: Any, target: _Target, items: Sequence[_Item]) -> _Head:

@@ -25,7 +25,7 @@ from requant.convert.engine import PART_SUFFIX, Done, Engine, ShardFiles
 from requant.convert.plan import Plan, Unit
 from requant.convert.private import public_manifest
 from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, read_range, refuse_changed
-from requant.convert.windows import Window, cut_windows, tensors_of
+from requant.convert.windows import Window, cut_windows, shard_by_shard, tensors_of
 from requant.manifests.errors import UsageError
 
 __all__ = [
@@ -70,7 +70,7 @@ def streamed_source(plan: Plan, remote: Remote) -> Plan:
     mirror_headers(remote, root, [*plan.catalogue.sidecars, *small])
     catalogue = open_checkpoint(root)
     refuse_changed(plan.catalogue, catalogue, remote.repo)
-    return replace(plan, catalogue=catalogue)
+    return shard_by_shard(replace(plan, catalogue=catalogue))
 
 
 def window_budget(plan: Plan) -> int:
@@ -115,13 +115,13 @@ MakeJudge = Callable[[Path, Path, Path], Judge]
 
 @dataclass
 class StreamEngine:
-    """Does the units window by window, each by `inner`. after(view): called when a window is judged and freed."""
+    """Does the units window by window, each by `inner`. after(partial): called when a window is judged and freed."""
 
     remote: Remote
     inner: Engine
     budget: int
     make_judge: MakeJudge
-    after: Callable[[Path, Sequence[int]], None] = lambda _view, _units: None
+    after: Callable[[Path], None] = lambda _: None
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ class StreamEngine:
             _link_shards(plan, files.partial, view)
             judge.piece(place, view, {tensor.name for tensor in window.tensors})
             shutil.rmtree(place)
-            self.after(files.partial, window.units)
+            self.after(files.partial)
         judge.save(files.partial)
 
     def _fetched(self, plan: Plan, windows: Sequence[Window], folder: Path) -> Iterator[tuple[Window, Path]]:

@@ -7,13 +7,14 @@ tensor can be compared with all of it while it is there. Units keep their order,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from requant.convert.plan import Plan
+from requant.convert.plan import CopyUnit, Piece, Plan, Unit
 from requant.convert.shards import TensorInfo
 from requant.manifests.errors import UsageError
 
-__all__ = ["Window", "cut_windows", "tensors_of"]
+__all__ = ["Window", "cut_windows", "shard_by_shard", "tensors_of"]
 
 
 class Window(NamedTuple):
@@ -43,6 +44,28 @@ def tensors_of(unit: object) -> Iterator[TensorInfo]:
     elif isinstance(unit, tuple):
         for part in unit:  # pyright: ignore[reportUnknownVariableType]
             yield from tensors_of(part)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def shard_by_shard(plan: Plan) -> Plan:
+    """The plan with its units in the order of the output's shards, so that one is finished before the next is begun.
+
+    A batch of copies, which may reach over many shards (norms of all layers), becomes one for each.
+    """
+    tensors = plan.tensors
+    keyed: list[tuple[int, Unit]] = []
+    for unit in plan.units:
+        if isinstance(unit, CopyUnit):
+            by_shard: dict[int, list[Piece]] = {}
+            for piece in unit.pieces:
+                by_shard.setdefault(tensors[piece.out].shard, []).append(piece)
+            for shard, pieces in by_shard.items():
+                nbytes = sum(tensors[piece.out].nbytes for piece in pieces)
+                keyed.append((shard, CopyUnit(tuple(pieces), nbytes)))
+        else:
+            outputs = [out for member in unit.members for out in member.outputs]
+            keyed.append((min(tensors[out].shard for out in outputs), unit))
+    keyed.sort(key=lambda entry: entry[0])
+    return replace(plan, units=tuple(unit for _, unit in keyed))
 
 
 def cut_windows(plan: Plan, wanted: Iterable[int], budget: int) -> list[Window]:

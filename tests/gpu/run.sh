@@ -35,6 +35,11 @@ step() { # step NAME SECONDS COMMAND...
 step doctor 60 python3 -P -m requant.convert.cli doctor
 step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
 
+# shellcheck disable=SC2086  # several paths
+step tests 300 python3 -P -m pytest -q -m gpu -p no:cacheprovider --override-ini addopts= --import-mode=importlib \
+  --strict-markers ${GPU_TESTS:-tests}
+tail -n 3 "$out/tests.txt"
+
 # The numerics stage reads 8 GB in exact arithmetic and has its own tests: here only the kernels are judged (exit 5: the
 # stages left out are `not run`, so this is no sign-off).
 judge() {
@@ -58,9 +63,5 @@ for model in deepseek-v4:deepseek-v4-flash:ds gpt-oss:gpt-oss-120b:go; do
   step "$name-bench" 120 python3 -P -m requant.convert.cli bench "$work/$name-nvfp4" --quiet --out "$out/$name"
   step "$name-kernels" 120 bash -c "judge '$work/$name-nvfp4' ${CHECKED:-32}"
 done
-# shellcheck disable=SC2086  # several paths
-step tests 300 python3 -P -m pytest -q -m gpu -p no:cacheprovider --override-ini addopts= --import-mode=importlib \
-  --strict-markers ${GPU_TESTS:-tests}
-tail -n 3 "$out/tests.txt"
 echo "failures: $failures"
 exit "$failures"

@@ -109,9 +109,15 @@ class Via(StrEnum):
     MAIN = "main"
 
 
+ManifestsArg = Annotated[
+    list[str],
+    typer.Argument(metavar="MANIFEST...", help="Manifest files, names of built-in ones, or folders of manifests."),
+]
+
+
 @app.command()
 def convert(
-    manifest: ManifestArg,
+    manifests: ManifestsArg,
     sets: SetOption = None,
     force: ForceOption = False,
     push: Annotated[
@@ -122,11 +128,38 @@ def convert(
     verbose: VerboseOption = False,
     log_file: LogOption = None,
 ) -> None:
-    """Plan, run, validate and report. The default verb: `convert MANIFEST` needs no `convert`."""
+    """Plan, run, validate and report. The default verb: `convert MANIFEST` needs no `convert`.
+
+    Several manifests, or a folder of them: one that fails does not stop the next; exit code of the worst.
+    """
+    from requant.convert.collection import carry_out, expand, summary_text, worst
+
+    _log_to(verbose, log_file)
+    if len(manifests) == 1 and not Path(manifests[0]).is_dir():
+        _convert(manifests[0], sets, force=force, push=push, form=form, quiet=quiet)
+        return
+
+    def one(ref: str) -> str:
+        try:
+            return _convert(ref, sets, force=force, push=push, form=None if form is Format.JSON else form, quiet=quiet)
+        except (RequantError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            log.exception("bug")
+            raise RequantError(f"bug: {type(error).__name__}: {error}", where=ref, hint="please report it") from error
+
+    rows = carry_out(expand(manifests), one, lambda error: typer.echo(f"error: {error.render()}", err=True))
+    _emit([row.to_json() for row in rows], form, lambda: summary_text(rows))
+    raise typer.Exit(int(worst(rows)))
+
+
+def _convert(
+    manifest: str, sets: list[str] | None, *, force: bool, push: bool, form: Format | None, quiet: bool
+) -> str:
+    """One manifest from plan to sign-off, and upload if asked; where it went. form: None prints nothing."""
     from requant.convert.pipeline import prepare
     from requant.convert.show import plan_text
 
-    _log_to(verbose, log_file)
     if push:
         _check_push(manifest, sets or [])
     job = prepare(manifest, sets or [])
@@ -134,8 +167,7 @@ def convert(
         typer.echo(plan_text(job.plan, job.seconds))
     _run(job, force, quiet, push=push)
     _report(_judge(job, quiet), form)
-    if push:
-        _publish(job.plan.output, job.manifest, quiet=quiet, form=form)
+    return _publish(job.plan.output, job.manifest, quiet=quiet, form=form) if push else str(job.plan.output)
 
 
 @app.command()
@@ -537,10 +569,11 @@ def _judge(job: Job, quiet: bool) -> SignOff:
     return signed
 
 
-def _report(signed: SignOff, form: Format) -> None:
+def _report(signed: SignOff, form: Format | None) -> None:
     from requant.validate.report import render_text
 
-    _emit(signed.to_json(), form, lambda: render_text(signed))
+    if form is not None:
+        _emit(signed.to_json(), form, lambda: render_text(signed))
     if not signed.signed_off:
         raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
 
@@ -564,8 +597,8 @@ def _publish(
     dry_run: bool = False,
     force_unsigned: bool = False,
     quiet: bool,
-    form: Format,
-) -> None:
+    form: Format | None,
+) -> str:
     from huggingface_hub.utils import disable_progress_bars
     from requant.convert.publish import publish as send
     from requant.convert.publish import publish_settings
@@ -575,7 +608,9 @@ def _publish(
     settings = publish_settings(manifest, repo=repo, via=via.value if via else None, private=private)
     say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: typer.echo(line, err=True))
     done = send(output, settings, dry_run=dry_run, force_unsigned=force_unsigned, say=say)
-    _emit(done.to_json(), form, done.text)
+    if form is not None:
+        _emit(done.to_json(), form, done.text)
+    return done.url
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -601,12 +636,15 @@ def _fail(error: RequantError) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of `convert` and `requant`."""
     argv = _with_verb(sys.argv[1:] if arguments is None else arguments)
+    code = 0
     try:
         if argv and argv[0] == "--version":
             from importlib.metadata import version
 
             typer.echo(f"requant {version('requant')}")
-        elif app(argv, standalone_mode=False) == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
+        else:
+            code = int(app(argv, standalone_mode=False) or 0)
+        if code == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
     except RequantError as error:
         _fail(error)
@@ -632,7 +670,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             f"bug: {type(error).__name__}: {error}\n  -> please report it, with `-v` for the traceback", err=True
         )
         sys.exit(int(ExitCode.BUG))
-    sys.exit(0)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

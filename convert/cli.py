@@ -109,6 +109,14 @@ class Via(StrEnum):
     MAIN = "main"
 
 
+MaxDiskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-disk",
+        metavar="SIZE",
+        help="Stream the source from the Hub through this much disk, e.g. 40GB (sets execute.stream and max_disk).",
+    ),
+]
 ManifestsArg = Annotated[
     list[str],
     typer.Argument(metavar="MANIFEST...", help="Manifest files, names of built-in ones, or folders of manifests."),
@@ -120,6 +128,7 @@ def convert(
     manifests: ManifestsArg,
     sets: SetOption = None,
     force: ForceOption = False,
+    max_disk: MaxDiskOption = None,
     push: Annotated[
         bool, typer.Option("--push", help="Publish what was signed off, as the manifest's publish section says.")
     ] = False,
@@ -135,6 +144,7 @@ def convert(
     from requant.convert.collection import carry_out, expand, summary_text, worst
 
     _log_to(verbose, log_file)
+    sets = _with_stream(sets, max_disk)
     if len(manifests) == 1 and not Path(manifests[0]).is_dir():
         _convert(manifests[0], sets, force=force, push=push, form=form, quiet=quiet)
         return
@@ -248,6 +258,7 @@ def run(
     manifest: ManifestArg,
     sets: SetOption = None,
     force: ForceOption = False,
+    max_disk: MaxDiskOption = None,
     form: FormatOption = Format.HUMAN,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -258,6 +269,7 @@ def run(
     from requant.convert.show import result_json, result_text
 
     _log_to(verbose, log_file)
+    sets = _with_stream(sets, max_disk)
     job = prepare(manifest, sets or [])
     result = _run(job, force, quiet)
     _emit(result_json(job.plan, result), form, lambda: result_text(job.plan, result))
@@ -446,6 +458,12 @@ def doctor(form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) ->
     _log_to(verbose, None)
     facts = diagnose()
     _emit(facts, form, lambda: doctor_text(facts))
+
+
+def _with_stream(sets: list[str] | None, max_disk: str | None) -> list[str]:
+    """The settings that --max-disk stands for, before those of the user."""
+    streaming = [] if max_disk is None else ["execute.stream=true", f"execute.max_disk={max_disk}"]
+    return [*streaming, *(sets or [])]
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

@@ -286,3 +286,25 @@ def test_a_commit_that_is_refused_is_sent_again_without_the_shards(hub, kit, sma
 def test_a_disk_that_cannot_hold_the_scales_is_refused(hub, kit, small, capsys):
     assert kit.requant("convert", small[0], "--push", "--quiet", "--set", "execute.max_disk=250kB") == 2
     assert "leave nothing of max_disk" in capsys.readouterr().err
+
+
+def test_the_option_streams_through_that_much_disk(hub, kit, ordinary, small_windows):
+    manifest = kit.manifest(SOURCE, "streamed", shard_size="10kB")
+    ranges = len([r for r in hub.requests if r.range])
+    assert kit.requant("run", manifest, "--quiet", "--max-disk", "200kB") == 0
+    assert len([r for r in hub.requests if r.range]) > ranges + 10
+    assert kit.requant("run", manifest, "--quiet", "--force", "--max-disk", "1") == 2
+
+
+def test_from_xet_through_a_small_disk_to_xet(xet_hub, client, kit, small_windows):
+    source = kit.source("big", shards=2, layers=4, hidden=128, inter=384)
+    api = client.HfApi(endpoint=xet_hub.url)
+    api.create_repo("tester/up")
+    api.upload_folder(repo_id="tester/up", folder_path=source)
+    assert all(e.xet for n, e in xet_hub.tree("tester/up").items() if n.endswith(".safetensors"))
+    limits = {"stream": True, "max_disk": 1_000_000}
+    manifest = kit.manifest("tester/up", "pushed", shard_size="50kB", publish={"repo": REPO}, **limits)
+    assert kit.requant("convert", manifest, "--push", "--quiet") == 0
+    assert kit.requant("run", kit.manifest(source, "ordinary", shard_size="50kB"), "--quiet") == 0
+    assert published(xet_hub) == shas(kit.tmp / "ordinary")
+    assert all(e.xet for n, e in xet_hub.tree(REPO, PR).items() if n.endswith(".safetensors"))

@@ -336,7 +336,14 @@ def bench(
 
 
 @app.command()
-def report(output: FolderArg, form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) -> None:
+def report(
+    output: FolderArg,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write it to FILE as one HTML page.")
+    ] = None,
+    form: FormatOption = Format.HUMAN,
+    verbose: VerboseOption = False,
+) -> None:
     """Print the sign-off that stands in a folder."""
     from requant.validate.report import render_text
     from requant.validate.signoff import load_signoff, verify_signoff
@@ -344,6 +351,11 @@ def report(output: FolderArg, form: FormatOption = Format.HUMAN, verbose: Verbos
     _log_to(verbose, None)
     signed = load_signoff(output)
     stale = verify_signoff(output)
+    if html is not None:
+        from requant.validate.report_html import render_html
+
+        with _written(html):
+            html.write_text(render_html(signed), encoding="utf-8")
     facts = {**signed.to_json(), "files_changed_since": list(stale)}
     note = "".join(f"\nCHANGED SINCE THE SIGN-OFF: {entry}" for entry in stale)
     _emit(facts, form, lambda: render_text(signed) + note)

@@ -1,7 +1,7 @@
 """A sign-off for people: Markdown for the folder and the Hub, a plain table for the terminal. The verdict comes first.
 
-Both are views of the same `Table`s, so that they cannot say different things. Rendering reads nothing but the sign-off:
-`requant report` shows an old one on any machine.
+All are views of the same `Table`s, those of `report_html.py` too, so that they cannot say different things. Rendering
+reads nothing but the sign-off: `requant report` shows an old one on any machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW, NumberFormat
 from requant.validate.results import JSON, Finding, StageResult, Status
 from requant.validate.verdict import SignOff
 
-__all__ = ["render_markdown", "render_text"]
+__all__ = [
+    "Table",
+    "bytes_text",
+    "finding_line",
+    "footer_of",
+    "numbers_of",
+    "object_of",
+    "render_markdown",
+    "render_text",
+    "tables_of",
+    "tensor_rows",
+    "verdict_of",
+]
 
 _WORST: Final = 10
 """Tensors in the table of the worst."""
@@ -35,8 +47,8 @@ class Table:
 
 def render_markdown(signoff: SignOff) -> str:
     """The whole report as Markdown."""
-    lines = [f"# Sign-off of {signoff.name}", "", f"**{_verdict(signoff)}**", ""]
-    for table in _tables(signoff):
+    lines = [f"# Sign-off of {signoff.name}", "", f"**{verdict_of(signoff)}**", ""]
+    for table in tables_of(signoff):
         lines += [f"## {table.heading}", "", *_markdown_table(table), ""]
         if table.note:
             lines += [table.note, ""]
@@ -44,19 +56,19 @@ def render_markdown(signoff: SignOff) -> str:
         if stage.findings:
             lines += [f"## Findings: {stage.stage}", "", *(f"- {line}" for line in _findings(stage)), ""]
     files = Table(
-        f"Files ({len(signoff.files):,}, {_bytes(sum(f.size for f in signoff.files))})",
+        f"Files ({len(signoff.files):,}, {bytes_text(sum(f.size for f in signoff.files))})",
         ("file", "bytes", "sha256"),
         tuple((f.name, f"{f.size:,}", f"`{f.sha256}`") for f in signoff.files),
         frozenset({1}),
     )
-    lines += [f"## {files.heading}", "", *_markdown_table(files), "", "  \n".join(_footer(signoff)), ""]
+    lines += [f"## {files.heading}", "", *_markdown_table(files), "", "  \n".join(footer_of(signoff)), ""]
     return "\n".join(lines)
 
 
 def render_text(signoff: SignOff) -> str:
     """The report for a terminal: verdict, gates, tables, findings; hashes are counted, not listed."""
-    lines = [f"{signoff.name}: {_verdict(signoff)}", ""]
-    for table in _tables(signoff):
+    lines = [f"{signoff.name}: {verdict_of(signoff)}", ""]
+    for table in tables_of(signoff):
         lines += [table.heading, *_text_table(table)]
         if table.note:
             lines.append(f"  {table.note}")
@@ -66,21 +78,23 @@ def render_text(signoff: SignOff) -> str:
         if shown:
             lines += [f"Findings: {stage.stage}", *(f"  {line}" for line in _findings(stage, shown)), ""]
     size = sum(file.size for file in signoff.files)
-    lines += [f"{len(signoff.files):,} files, {_bytes(size)}, hashed", *_footer(signoff)]
+    lines += [f"{len(signoff.files):,} files, {bytes_text(size)}, hashed", *footer_of(signoff)]
     return "\n".join(lines) + "\n"
 
 
 # --- content ----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(signoff: SignOff) -> str:
+def verdict_of(signoff: SignOff) -> str:
+    """The verdict in one line, with the gates in the way."""
     if signoff.signed_off:
         return "Signed off: every required gate passed"
     unmet = "; ".join(f"{gate.name} {gate.status.value}" for gate in signoff.unmet)
     return f"Not signed off: {unmet}"
 
 
-def _tables(signoff: SignOff) -> list[Table]:
+def tables_of(signoff: SignOff) -> list[Table]:
+    """Gates first, then what the stages measured."""
     gates = tuple(
         (
             gate.name,
@@ -107,14 +121,14 @@ def _tables(signoff: SignOff) -> list[Table]:
 
 def _kernels(stage: StageResult) -> list[Table]:
     """Every path with its kernel: its worst error, or why it did not run."""
-    worst = _object(stage.data.get("worst"))
+    worst = object_of(stage.data.get("worst"))
     rows: list[tuple[str, ...]] = []
     for path in cast("Sequence[Mapping[str, str]]", stage.data.get("paths") or ()):
         error = worst.get(path["path"])
         shown = f"{error:.2e}" if isinstance(error, float) else str(error or "-")
         rows.append((path["path"], path["kernel"], path["state"], shown, path["reason"]))
     note = ""
-    marlin = _object(stage.data.get("marlin"))
+    marlin = object_of(stage.data.get("marlin"))
     if marlin:
         flushed = _part(_int(marlin, "flushed"), _int(marlin, "block_scales"))
         note = (
@@ -127,7 +141,7 @@ def _kernels(stage: StageResult) -> list[Table]:
 
 def _speed(stage: StageResult) -> list[Table]:
     """The kernels' times, one row per shape and number of tokens."""
-    bench = _object(stage.data.get("kernels"))
+    bench = object_of(stage.data.get("kernels"))
     rows: list[tuple[str, ...]] = []
     for point in cast("Sequence[Mapping[str, JSON]]", bench.get("points") or ()):
         ceiling, bf16, mxfp4 = (point.get(key) for key in ("of_ceiling", "against_bf16", "against_mxfp4"))
@@ -150,7 +164,7 @@ def _speed(stage: StageResult) -> list[Table]:
 
 
 def _runtimes(contract: StageResult) -> list[Table]:
-    standing = _object(contract.data.get("runtimes"))
+    standing = object_of(contract.data.get("runtimes"))
     if not standing:
         return []
     rows = tuple((runtime, str(how)) for runtime, how in standing.items())
@@ -159,8 +173,8 @@ def _runtimes(contract: StageResult) -> list[Table]:
 
 
 def _weights(numerics: StageResult) -> Table:
-    totals, census = _object(numerics.data.get("totals")), _object(numerics.data.get("census"))
-    windows, dropped = _object(totals.get("windows")), _object(census.get("dropped"))
+    totals, census = object_of(numerics.data.get("totals")), object_of(numerics.data.get("census"))
+    windows, dropped = object_of(totals.get("windows")), object_of(census.get("dropped"))
     blocks, blocks32 = _int(totals, "blocks"), _int(totals, "blocks32")
     before, after = _int(census, "source_bytes"), _int(census, "output_bytes")
     weights = _int(totals, "weights")
@@ -195,7 +209,7 @@ def _weights(numerics: StageResult) -> Table:
 
 def _worst(numerics: StageResult) -> list[Table]:
     """The tensors with the most to say: most lossy blocks, then least SQNR, then the widest span of exponents."""
-    rows = _tensor_rows(numerics)
+    rows = tensor_rows(numerics)
 
     def badness(row: Mapping[str, JSON]) -> tuple[float, float, float, str]:
         sqnr, span = row["sqnr_db"], row["fused_span"]
@@ -227,9 +241,9 @@ def _worst(numerics: StageResult) -> list[Table]:
     return [Table(heading, columns_out, cells, frozenset(range(1, 8)), note)]
 
 
-def _tensor_rows(numerics: StageResult) -> list[dict[str, JSON]]:
+def tensor_rows(numerics: StageResult) -> list[dict[str, JSON]]:
     """The rows of the numerics stage, each with its columns' names."""
-    tensors = _object(numerics.data.get("tensors"))
+    tensors = object_of(numerics.data.get("tensors"))
     columns = cast("Sequence[str]", tensors.get("columns") or ())
     rows = cast("Sequence[Sequence[JSON]]", tensors.get("rows") or ())
     return [dict(zip(columns, row, strict=True)) for row in rows]
@@ -237,7 +251,7 @@ def _tensor_rows(numerics: StageResult) -> list[dict[str, JSON]]:
 
 def _from_plain(numerics: StageResult) -> bool:
     """Whether all that was converted came from plain weights, where a count of equal blocks says nothing."""
-    rows = _tensor_rows(numerics)
+    rows = tensor_rows(numerics)
     return bool(rows) and all(row["source"] == NumberFormat.BF16.value for row in rows)
 
 
@@ -252,17 +266,21 @@ def _window(span: JSON) -> str:
 def _findings(stage: StageResult, findings: Sequence[Finding] | None = None) -> list[str]:
     shown = list(stage.findings if findings is None else findings)
     lines: list[str] = []
-    for finding in shown[:_FINDINGS]:
-        runtime = f" [{finding.runtime}]" if finding.runtime else ""
-        where = f"{finding.where}: " if finding.where else ""
-        hint = f" -> {finding.hint}" if finding.hint else ""
-        lines.append(f"{finding.severity} {finding.rule}{runtime}: {where}{finding.message}{hint}")
+    lines += [finding_line(finding) for finding in shown[:_FINDINGS]]
     if len(shown) > _FINDINGS:
         lines.append(f"{len(shown) - _FINDINGS:,} more in the JSON report")
     return lines
 
 
-def _footer(signoff: SignOff) -> list[str]:
+def finding_line(finding: Finding) -> str:
+    """A finding as one line: severity, rule, runtime, where, what, what to do."""
+    runtime = f" [{finding.runtime}]" if finding.runtime else ""
+    where = f"{finding.where}: " if finding.where else ""
+    hint = f" -> {finding.hint}" if finding.hint else ""
+    return f"{finding.severity} {finding.rule}{runtime}: {where}{finding.message}{hint}"
+
+
+def footer_of(signoff: SignOff) -> list[str]:
     """When and with what it was judged, and what was judged. Hashes are shortened; the JSON has them whole."""
     lines = [f"Judged {signoff.created} with {_facts(signoff.environment)}"]
     return [*lines, f"Source: {_facts(signoff.source)}"] if signoff.source else lines
@@ -275,8 +293,19 @@ def _facts(facts: Mapping[str, str]) -> str:
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _object(value: object) -> Mapping[str, JSON]:
+def object_of(value: object) -> Mapping[str, JSON]:
+    """value if it is a JSON object, else an empty one: stages of other versions may lack it."""
     return cast("Mapping[str, JSON]", value) if isinstance(value, Mapping) else {}
+
+
+def numbers_of(value: object) -> list[float]:
+    """The numbers of a JSON array; empty if it is none or holds anything else."""
+    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
+    return [float(x) for x in items if isinstance(x, int | float)] if all(_is_number(x) for x in items) else []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _int(row: Mapping[str, JSON], key: str) -> int:
@@ -297,7 +326,8 @@ def _db(value: JSON) -> str:
     return f"{value:.2f} dB" if isinstance(value, int | float) else "exact"
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """With the unit (powers of 1000) that leaves one to three digits before the point."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:

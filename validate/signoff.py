@@ -5,8 +5,9 @@ are gates if the manifest names them, and required unless it says otherwise. A s
 gate asks for did not run, as far as that gate is concerned. The output is signed off only if every required gate
 passed: there is no "passed with skips".
 
-Written as `requant.signoff.json` (for `publish`, which compares the hashes) and `requant.signoff.md` (for people), each
-through a temporary name. Neither holds an absolute path, a host name or a token: they are meant to be published.
+Written as `requant.signoff.json` (for `publish`, which compares the hashes), `requant.signoff.md` and
+`requant.signoff.html` (for people), each through a temporary name. None holds an absolute path, a host name or a token:
+they are meant to be published.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from requant.manifests.errors import SourceError
 from requant.manifests.schema import Manifest
 from requant.validate.hashing import hash_files, judged_files
 from requant.validate.report import render_markdown
+from requant.validate.report_html import render_html
 from requant.validate.results import StageResult, Status
 from requant.validate.verdict import ALWAYS_REQUIRED, VERSION, Gate, SignOff
 
 __all__ = [
+    "HTML_NAME",
     "JSON_NAME",
     "MARKDOWN_NAME",
     "Gate",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 JSON_NAME: Final = "requant.signoff.json"
+HTML_NAME: Final = "requant.signoff.html"
 MARKDOWN_NAME: Final = "requant.signoff.md"
 _DECLARED: Final = ("kernels", "model", "speed", "serving")
 _PACKAGES: Final = ("requant", "torch", "numpy", "numba", "safetensors", "triton")
@@ -69,9 +73,11 @@ def sign_off(
 
 
 def write_signoff(output: Path, signoff: SignOff) -> None:
-    """Write `requant.signoff.md` and then `requant.signoff.json` into `output`, each at once or not at all."""
-    published = signoff.to_json()  # without paths and tokens, in both files
-    _write(output / MARKDOWN_NAME, render_markdown(SignOff.from_json(published)))
+    """Write the page, the Markdown and then `requant.signoff.json` into `output`, each at once or not at all."""
+    published = signoff.to_json()  # without paths and tokens, in all files
+    shown = SignOff.from_json(published)
+    _write(output / HTML_NAME, render_html(shown))
+    _write(output / MARKDOWN_NAME, render_markdown(shown))
     _write(output / JSON_NAME, _dump(published) + "\n")
 
 

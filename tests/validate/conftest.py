@@ -1,6 +1,7 @@
 """A golden export that a test may break: tensors and metadata in memory, written anew and checked in a tmp folder."""
 
 import copy
+import importlib.util
 import json
 from pathlib import Path
 
@@ -197,3 +198,12 @@ def deepseek_v4(tmp_path):
         return one
 
     return build
+
+
+@pytest.fixture(scope="session")
+def pages():
+    """tests/validate/report_pages.py as a module (test folders are no packages)."""
+    spec = importlib.util.spec_from_file_location("report_pages", Path(__file__).with_name("report_pages.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

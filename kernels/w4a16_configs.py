@@ -124,23 +124,24 @@ def choose(
 def choose_grouped(
     fmt: NumberFormat, slots: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
 ) -> Config:
-    """The configuration for a grouped GEMM: blocks that stay, one to three to a multiprocessor, each walking units.
+    """The configuration for a grouped GEMM: blocks that stay, one or two to a multiprocessor, each walking units.
 
-    Of the divisions that fit, the one whose busiest multiprocessor has the fewest rows, counting every slot as one pass
-    over its expert; then the one with the most warps at work.
+    Eight row warps are fastest once every block has a few units; with fewer, smaller units spread better. The limits
+    are those of the sweep on an H200, as fractions of the blocks that are resident at once.
     """
-    limit = shared_limit(capability)
-    ranked: list[tuple[int, int, Config]] = []
-    for column_warps, row_warps, per_processor in ((1, 8, 2), (1, 6, 2), (1, 4, 3), (2, 6, 1), (1, 4, 1), (1, 2, 1)):
+    limit, resident = shared_limit(capability), 2 * processors
+    units = slots * row_groups(n, TILE_ROWS * 8)
+    if units >= 2 * resident:
+        preferred = (1, 8, 2)
+    elif 5 * units >= 2 * resident:
+        preferred = (1, 6, 2)
+    else:
+        preferred = (2, 6, 1)
+    for column_warps, row_warps, per_processor in (preferred, (1, 8, 2), (1, 4, 2), (1, 4, 1), (1, 2, 1)):
         config = Config(column_warps, row_warps, processors * per_processor)
         used = shared_bytes(fmt, k, GROUPED_WIDTH, config, grouped=True)
-        if used > limit or per_processor * (used + 1024) > limit + 1024:
-            continue
-        units = _ceil(slots * row_groups(n, TILE_ROWS * row_warps), processors)
-        busy = min(units, per_processor) * column_warps * row_warps
-        ranked.append((units * row_warps, -busy, config))
-    if ranked:
-        return min(ranked, key=lambda r: r[:2])[2]
+        if used <= limit and per_processor * (used + 1024) <= limit + 1024:
+            return config
     for x_stages in (4, 2, 1):  # a K so long that two tokens of it do not fit
         config = Config(1, 2, processors, x_stages=x_stages)
         if shared_bytes(fmt, k, GROUPED_WIDTH, config, grouped=True) <= limit:

@@ -178,13 +178,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=".")
     parser.add_argument("--no-humming", action="store_true")
+    parser.add_argument("--only", choices=["dense", "moe"])
     args = parser.parse_args()
     torch.manual_seed(0)
     ceiling = read_ceiling(lib.load(lib.architecture(*torch.cuda.get_device_capability())))
     print(torch.cuda.get_device_name(), f"read ceiling {ceiling:.0f} GB/s", flush=True)
     result = dict(card=torch.cuda.get_device_name(), ceiling_gbps=ceiling)
-    result["moe"] = moe((1, 2, 4, 8, 16, 32))
-    result["dense"] = dense((1, 2, 4, 8, 16, 32, 64), not args.no_humming)
+    if args.only != "dense":
+        result["moe"] = moe((1, 2, 4, 8, 16, 32))
+    if args.only != "moe":
+        result["dense"] = dense((1, 2, 4, 8, 16, 32, 64), not args.no_humming)
     Path(args.out, "bench_w4a16.json").write_text(json.dumps(result, indent=1))
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_linked_files_exist():
 
 def sets_of(command):
     words = shlex.split(command)
-    return [value for flag, value in zip(words, words[1:], strict=False) if flag == "--set"]
+    return [value for flag, value in pairwise(words) if flag == "--set"]
 
 
 def test_the_entrypoint_of_the_job_is_a_command_that_the_manifest_takes():

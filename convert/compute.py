@@ -7,7 +7,7 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 |-----------|-------------------------------------------------------------------------------------------|
 | copy      | bytes, rows of bytes, constants                                                           |
 | repack    | MXFP4 -> NVFP4 in integers (kernels/repack.py)                                            |
-| relayout  | FP4 -> the same FP4 under other names: planes copied, scalars turned over where need be    |
+| relayout  | the same format under other names: codes copied, scales copied, widened or turned over      |
 | encode    | anything -> floats in tiles (decode.py) -> MXFP4, NVFP4, FP8, BF16                        |
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.convert.decode import amax_tiles, float_tiles, to_bf16
+from requant.convert.decode import amax_tiles, float_tiles, scale_grid, to_bf16
 from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
 from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
@@ -256,20 +256,23 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
     return Counts(*(int(n) for n in counts))
 
 
-# --- FP4 -> the same FP4 ----------------------------------------------------------------------------------------------
+# --- the same numbers under other names -------------------------------------------------------------------------------
 
 
 def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     """Codes and block scales byte for byte; the global scale as it is, or turned over."""
     weights = 0
     for member in unit.members:
-        scales = _planes(member)
+        codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
         if member.form.transposed:
             _transpose_planes(plan, member, files)
-        else:
-            codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+        elif member.form.number == "fp8":
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
-            _copy_rows(scales, files.output(plane.shard), plane.begin, files)
+            grid = scale_grid(member.weight, files)
+            write_all(files.output(plane.shard), grid.astype("<f4").tobytes(), plane.begin)
+        else:
+            _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
+            _copy_rows(_planes(member), files.output(plane.shard), plane.begin, files)
         for tensor, out in ((member.weight.scalar, member.out_global), (member.weight.input, member.out_input)):
             if tensor is not None and out is not None:
                 scalar = read_scalar(tensor, files, member.start // member.weight.rows)

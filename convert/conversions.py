@@ -38,9 +38,11 @@ CONVERSIONS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     **{(source, "mxfp4"): ("nearest",) for source in _FLOATING},
     **{(source, "nvfp4"): _ROUNDING for source in _FLOATING},
     **{(source, "fp8"): ("nearest",) for source in (*_FLOATING, "mxfp4", "nvfp4")},
+    ("fp8", "fp8"): ("lossless", "nearest"),
     **{(source, "bf16"): ("lossless",) for source in (*_FLOATING, "mxfp4", "nvfp4")},
 }
-"""(source format, target format) -> the scale choices there are. The same FP4 on both sides is copied, not computed."""
+"""(source format, target format) -> the scale choices there are. The same format on both sides, FP8 with the same
+blocks, is copied and not computed."""
 
 _STRICT_SETS: Final = FUSED_SETS[:4]
 """Those that every runtime fuses; the linear-attention projections are fused by some."""

@@ -26,7 +26,7 @@ from requant.manifests.errors import SourceError
 if TYPE_CHECKING:
     from requant.kernels.quantize import Weight
 
-__all__ = ["amax_tiles", "code_rows", "float_tiles", "scale_rows", "source_nbytes", "to_bf16"]
+__all__ = ["amax_tiles", "code_rows", "float_tiles", "scale_grid", "scale_rows", "source_nbytes", "to_bf16"]
 
 TILE_WEIGHTS: Final = 1 << 20
 """Weights decoded at a time: 4 MB of FP32."""
@@ -213,6 +213,15 @@ def _grid(weight: SourceWeight, files: Opened, first: int, last: int, across: in
         line, column = (int(i[0]) for i in np.nonzero(~(np.isfinite(grid) & (grid >= 0))))
         raise _bad_scale(scales, f"scale {grid[line, column]!r}", first + line, column)
     return grid
+
+
+def scale_grid(weight: SourceWeight, files: Opened) -> NDArray[np.float32]:
+    """All scales of an FP8 weight as float32, exact. SourceError for one that is no scale."""
+    from requant.kernels.formats import E8M0_VALUES
+
+    high, wide = weight.more.block
+    grid = _grid(weight, files, 0, -(-weight.rows // high), -(-weight.cols // wide))
+    return E8M0_VALUES[grid.astype(np.intp)] if grid.dtype == np.uint8 else grid
 
 
 def _bad_scale(tensor: TensorInfo, what: str, line: int, column: int) -> SourceError:

@@ -284,8 +284,9 @@ def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_r
             groups: dict[str, list[Part]] = {}
             kinds: dict[str, tuple[str, str]] = {}
             for member in members:
-                grain, kind = member.granularity, (_kind(member), member.scale)
+                grain = member.granularity
                 for part in parts_of(member.weight, member.target, manifest.target.layout, with_input, grain):
+                    kind = (_kind(member.weight, part.form), member.scale)
                     _refuse_mixed(part.group, kind, kinds.setdefault(part.group, kind))
                     groups.setdefault(part.group, []).append(part)
                     form = part.form
@@ -328,12 +329,12 @@ def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> N
         )
 
 
-def _kind(conversion: Conversion) -> str:
+def _kind(weight: SourceWeight, form: Form) -> str:
     """How a unit of it is done."""
-    source, target = conversion.weight.format, conversion.target
-    if (source, target) == ("mxfp4", "nvfp4"):
+    if (weight.format, form.number) == ("mxfp4", "nvfp4"):
         return "repack"
-    return "relayout" if source == target and source in ("mxfp4", "nvfp4") else "encode"
+    same = weight.format == form.number and weight.format in ("mxfp4", "nvfp4", "fp8")
+    return "relayout" if same and weight.more.block == form.block else "encode"
 
 
 def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:

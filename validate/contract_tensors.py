@@ -37,6 +37,9 @@ def check_modules(view: OutputView, found: Collector) -> None:
         elif module.kind is Kind.UNSCALED:
             message = "holds packed bytes and no scale: nothing can tell its values"
             found.error("packed-without-scale", message, where=module.name, hint=CONVERT_AGAIN)
+        elif module.kind is Kind.INT4:
+            message = "is INT4 still: a source's weight that no rule converted, or its leftovers"
+            found.error("packed-int32", message, where=module.name, hint=CONVERT_AGAIN)
         elif module.kind is Kind.INTEGER and "weight" in module.parts:
             message = f"weight is {module.parts['weight'].dtype}: kernel tiles saved after a runtime repacked them?"
             hint = "convert from the published files, not from a runtime's saved state"

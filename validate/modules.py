@@ -26,10 +26,12 @@ E8M0_DTYPES = frozenset({"U8", "F8_E8M0"})
 WEIGHT_PARTS = ("weight", "weight_packed", "blocks")
 BLOCK_SCALE_PARTS = ("weight_scale", "scale", "scales", "weight_scale_inv")
 GLOBAL_SCALE_PARTS = ("weight_scale_2", "weight_global_scale")
-INPUT_SCALE_PARTS = ("input_scale", "input_global_scale")
+INPUT_SCALE_PARTS = ("input_scale", "input_global_scale", "input_scale_2")
+INTEGER_PARTS = ("qweight", "qzeros", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
+"""What INT4 modules of GPTQ, AWQ and compressed-tensors hold beside what others hold too."""
 PARTS = frozenset(
     {*WEIGHT_PARTS, *BLOCK_SCALE_PARTS, *GLOBAL_SCALE_PARTS, *INPUT_SCALE_PARTS}
-    | {"bias", "k_scale", "v_scale", "q_scale", "pre_quant_scale"}
+    | {"bias", "k_scale", "v_scale", "q_scale", "pre_quant_scale", *INTEGER_PARTS}
 )
 _STACKED = re.compile(
     r"^(?P<module>.*\bexperts\.(?:gate_up_proj|down_proj|gate_proj|up_proj|w1|w2|w3))"
@@ -47,6 +49,7 @@ class Kind(StrEnum):
     MXFP4 = "mxfp4"
     FP8 = "fp8"
     PLAIN = "plain"
+    INT4 = "int4"
     UNSCALED = "packed without scales"
     INTEGER = "integer"
     ORPHAN = "scales without a weight"
@@ -152,11 +155,15 @@ def _kind(parts: Mapping[str, Tensor]) -> Kind:
     weight = next((parts[name] for name in WEIGHT_PARTS if name in parts), None)
     scale = next((parts[name] for name in BLOCK_SCALE_PARTS if name in parts), None)
     has_global = any(name in parts for name in GLOBAL_SCALE_PARTS)
+    if "qweight" in parts and "scales" in parts:
+        return Kind.INT4
     if weight is None:
         quantized = has_global or "weight_scale" in parts or "input_scale" in parts or "scales" in parts
         return Kind.ORPHAN if quantized or (scale is not None and scale.dtype == "F8_E8M0") else Kind.PLAIN
     if weight.dtype in FP8_DTYPES:
         return Kind.FP8
+    if "weight_packed" in parts and weight.dtype == "I32" and scale is not None:
+        return Kind.INT4
     if weight.dtype in BYTE_DTYPES:
         if scale is None and not has_global:
             return Kind.UNSCALED

@@ -36,7 +36,20 @@ from requant.kernels.formats import (
 )
 from requant.kernels.reference import unpack_nibbles
 
-__all__ = ["BLOCK", "Planes", "Tally", "compare_codes", "compare_values", "live_blocks", "signal_energy", "steps_of"]
+__all__ = [
+    "BLOCK",
+    "Planes",
+    "Tally",
+    "bf16_spacing",
+    "compare_codes",
+    "compare_rounded",
+    "compare_values",
+    "decode",
+    "e4m3_spacing",
+    "live_blocks",
+    "signal_energy",
+    "steps_of",
+]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
@@ -59,6 +72,8 @@ _HALVINGS: Final = np.array([99, 0, 1, 0, 2, 1, 3, 2])
 """How often a magnitude code halves exactly: 6 -> 3 -> 1.5, 4 -> 2 -> 1 -> 0.5."""
 _DOUBLINGS: Final = np.array([99, 3, 2, 2, 1, 1, 0, 0])
 _MIDPOINTS: Final = (E2M1_MAGNITUDES[1:].astype(np.float64) + E2M1_MAGNITUDES[:-1]) / 2
+_HALF_AND_ROOM: Final = 0.5 * (1 + 2.0**-4)
+"""Half a spacing; E4M3's is 2^-3 to 2^-4 of the number, and a BF16 quotient before it is off by up to 2^-9 of it."""
 _SLACK: Final = 1e-6
 """An encoder that works in float32 may tip a value this close (relatively) to a midpoint either way."""
 _LOW: Final = np.concatenate([[0.0], _MIDPOINTS]) * (1 - _SLACK)
@@ -166,6 +181,50 @@ def compare_values(values: Floats, output: Planes, tally: Tally) -> None:
     tally.squared_error += float(np.square(error).sum())
     tally.signal += float(np.square(values).sum())
     _count_32(lost, tally)
+
+
+def decode(planes: Planes) -> Floats:
+    """An FP4 tile as float64 [R, K]."""
+    return _CODE[unpack_nibbles(planes.codes)] * np.repeat(planes.steps[planes.scales], planes.group, axis=1)
+
+
+def compare_rounded(values: Floats, output: Floats, spacing: Floats, tally: Tally) -> None:
+    """A tile of source values [R, K] against floats it was rounded to, whose neighbours lie `spacing` apart.
+
+    Counted in blocks of 16 along K, the last one shorter. misrounded: further off than half a spacing, with room for an
+    encoder that rounds twice (FP32, or BF16 in front of E4M3).
+    """
+    rows, k = values.shape
+    blocks = -(-k // BLOCK)
+    nan = np.isnan(values) | np.isnan(output)
+    error = np.where(nan, 0.0, values - output)
+    wrong = (error != 0) | nan
+    lost = np.zeros((rows, blocks * BLOCK), dtype=np.bool_)
+    lost[:, :k] = wrong
+    lossy = int(np.count_nonzero(lost.reshape(rows, blocks, BLOCK).any(axis=-1)))
+    tally.blocks += rows * blocks
+    tally.lossy += lossy
+    tally.exact += rows * blocks - lossy
+    tally.nan += int(np.count_nonzero(nan))
+    tally.changed += int(np.count_nonzero(wrong))
+    tally.misrounded += int(np.count_nonzero(np.abs(error) > spacing * _HALF_AND_ROOM))
+    tally.max_error = max(tally.max_error, float(np.abs(error).max(initial=0.0)))
+    tally.squared_error += float(np.square(error).sum())
+    tally.signal += float(np.square(np.where(nan, 0.0, values)).sum())
+
+
+def bf16_spacing(values: Floats) -> Floats:
+    """Distance between BF16 numbers around each value: 2^-7 of its power of two, 2^-133 at the small end."""
+    _, exponent = np.frexp(np.abs(values))
+    return np.ldexp(1.0, np.maximum(exponent - 8, -133))
+
+
+def e4m3_spacing(values: Floats, steps: Floats) -> Floats:
+    """Distance between the numbers that E4M3 codes under these scales give, around each value; the last is 448."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.abs(np.where(steps != 0, values / steps, 0.0))
+    _, exponent = np.frexp(ratio)
+    return np.ldexp(1.0, np.clip(exponent - 4, -9, 5)) * steps
 
 
 def live_blocks(codes: Bytes, group: int) -> Mask:

@@ -13,12 +13,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from requant.kernels.formats import E8M0_BIAS, MARLIN_WINDOW, NumberFormat
 from requant.validate.numerics_blocks import (
     Planes,
     Tally,
+    bf16_spacing,
     compare_codes,
+    compare_rounded,
     compare_values,
+    decode,
+    e4m3_spacing,
     live_blocks,
     signal_energy,
     steps_of,
@@ -31,6 +36,8 @@ __all__ = ["Result", "compare", "compare_copy", "look_again"]
 
 _TILE_BYTES: Final = 2 << 20
 """Codes, or bytes of a copied tensor, read at a time and per side."""
+_TURNED: Final = 2.0**-23
+"""How far from 1 a scale times its FP32 reciprocal may be: one step of FP32."""
 _TILE_VALUES: Final = 1 << 17
 """Plain weights decoded at a time: 1 MB per float64 array."""
 
@@ -39,14 +46,16 @@ _TILE_VALUES: Final = 1 << 17
 class Result:
     """One output weight (all experts of a stack together).
 
-    k: least and largest exponent, over all blocks until the second look narrows it to the live ones; None without E8M0
-    scales or live blocks. source_live, output_live: any nonzero weight; taken for granted where nothing was lost.
+    by_codes: FP4 on both sides, compared without decoding. k: least and largest exponent, over all blocks until the
+    second look narrows it to the live ones; None without E8M0 scales or live blocks. source_live, output_live: any
+    nonzero weight; taken for granted where nothing was lost.
     """
 
     name: str
     pairs: list[Pair]
     tally: Tally = field(default_factory=Tally)
     k: tuple[int, int] | None = None
+    by_codes: bool = False
     looked: bool = False
     source_live: bool = True
     output_live: bool = True
@@ -81,38 +90,77 @@ def compare(
     name: str, pairs: list[Pair], before: MappedReader, after: MappedReader, advance: Callable[[int], None]
 ) -> Result:
     """Compare one output weight with its source. advance: told the bytes of the source after each tile."""
-    result = Result(name, pairs)
-    plain = pairs[0].source.format is NumberFormat.BF16
-    if plain:
+    result = Result(name, pairs, by_codes=_same_kind(pairs[0].source, pairs[0].output))
+    if not result.by_codes:
         result.source_live = result.output_live = False
     for pair in pairs:
-        for start, stop in _tiles(pair.source):
-            output = _planes(pair.output, after, start, stop)
-            if plain:
-                values = before.values(pair.source.codes, start, stop)
-                compare_values(values, output, result.tally)
-                result.source_live = result.source_live or bool(values.any())
-                result.output_live = result.output_live or bool((output.codes & 0x77).any())
-            else:
+        for start, stop in _tiles(pair):
+            if result.by_codes:
                 source = _planes(pair.source, before, start, stop)
-                compare_codes(source, output, result.tally)
+                compare_codes(source, _twin(pair, before, after, start, stop), result.tally)
                 if pair.source.format is NumberFormat.MXFP4:
                     low, high = int(source.scales.min()), int(source.scales.max())
                     result.widen(low - E8M0_BIAS, high - E8M0_BIAS)
+            else:
+                _compare_by_value(pair, before, after, start, stop, result)
             advance((stop - start) * _row_bytes(pair.source))
-    if not plain and (not result.tally.lossless or (result.span or 0) > MARLIN_WINDOW):
+    if result.by_codes and (not result.tally.lossless or (result.span or 0) > MARLIN_WINDOW):
         look_again(result, before, after)
     return result
 
 
+def _same_kind(source: Weight, output: Weight) -> bool:
+    """FP4 on both sides, and no larger blocks in the output: then equal codes and scales prove equal weights."""
+    return source.packed and output.packed and source.format.group >= output.format.group
+
+
+def _twin(pair: Pair, before: MappedReader, after: MappedReader, start: int, stop: int) -> Planes:
+    """The output's planes. A global scale that is the source's turned over, as FP32 can say it, is the source's."""
+    planes = _planes(pair.output, after, start, stop)
+    source, output = pair.source, pair.output
+    if source.global_scale is None or output.global_scale is None or source.reciprocal == output.reciprocal:
+        return planes
+    product = before.scalar(source.global_scale) * after.scalar(output.global_scale)
+    if abs(product - 1.0) > _TURNED:
+        return planes
+    return Planes(planes.codes, planes.scales, steps_of(source.format, _global_scale(source, before)), planes.group)
+
+
+def _compare_by_value(
+    pair: Pair, before: MappedReader, after: MappedReader, start: int, stop: int, result: Result
+) -> None:
+    """Decode the source's rows; the output's codes must be the nearest under the scales that are stored."""
+    values, output = _values(pair.source, before, start, stop), pair.output
+    result.source_live = result.source_live or bool(values.any())
+    if output.packed:
+        planes = _planes(output, after, start, stop)
+        compare_values(values, planes, result.tally)
+        result.output_live = result.output_live or bool((planes.codes & 0x77).any())
+        return
+    if output.decoded is not None:
+        decoded, steps = output.decoded.codes_and_steps(after, start, stop)
+        compare_rounded(values, decoded, e4m3_spacing(values, steps), result.tally)
+    else:
+        decoded = _values(output, after, start, stop)
+        compare_rounded(values, decoded, bf16_spacing(values), result.tally)
+    result.output_live = result.output_live or bool(decoded.any())
+
+
+def _values(weight: Weight, reader: MappedReader, start: int, stop: int) -> NDArray[np.float64]:
+    """Rows of a weight in any format, as float64."""
+    if weight.decoded is not None:
+        return weight.decoded.values(reader, start, stop)
+    return decode(_planes(weight, reader, start, stop)) if weight.packed else reader.values(weight.codes, start, stop)
+
+
 def look_again(result: Result, before: MappedReader, after: MappedReader) -> None:
     """Fill in what only the codes tell: live exponents, liveness of both sides, and the signal if there was a loss."""
-    if result.looked or result.pairs[0].source.format is NumberFormat.BF16:
+    if result.looked or not result.by_codes:
         return
     result.looked, result.k = True, None
     result.source_live = result.output_live = False
     for pair in result.pairs:
-        for start, stop in _tiles(pair.source):
+        for start, stop in _tiles(pair):
             source = _planes(pair.source, before, start, stop)
             live = live_blocks(source.codes, source.group)
             if live.any():
@@ -171,14 +219,20 @@ def _global_scale(weight: Weight, reader: MappedReader) -> float:
 
 def _row_bytes(weight: Weight) -> int:
     """Bytes of one row of values, or of codes and scales."""
-    if weight.format is NumberFormat.BF16:
+    if weight.decoded is not None:
+        return max(1, sum(part.nbytes for part in weight.decoded.parts.values()) // max(1, weight.rows))
+    if not weight.packed:
         return weight.k * max(1, weight.codes.tensor.nbytes // max(1, weight.codes.tensor.elements))
     return weight.k // 2 + weight.k // weight.format.group
 
 
-def _tiles(weight: Weight) -> Iterator[tuple[int, int]]:
-    size, row = (_TILE_VALUES, weight.k) if weight.format is NumberFormat.BF16 else (_TILE_BYTES, weight.k // 2)
-    step = max(1, size // max(1, row))
+def _tiles(pair: Pair) -> Iterator[tuple[int, int]]:
+    """Ranges of rows: larger ones where nothing need be decoded."""
+    weight = pair.source
+    by_codes = _same_kind(weight, pair.output)
+    size, row = (_TILE_BYTES, weight.k // 2) if by_codes else (_TILE_VALUES, weight.k)
+    grain = max((w.decoded.step for w in (weight, pair.output) if w.decoded is not None), default=1)
+    step = max(1, size // max(1, row) // grain) * grain
     for start in range(0, weight.rows, step):
         yield start, min(start + step, weight.rows)
 

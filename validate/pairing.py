@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from requant.kernels.formats import NumberFormat
+from requant.validate.decoders import Decoded, decoded_of, split_family
 from requant.validate.modules import Kind, Module, expert_of, modules_of
 from requant.validate.opened import Tensor
 
@@ -24,7 +25,6 @@ _INTERLEAVED = {"gate_proj": 0, "up_proj": 1}
 """Rows of gpt-oss's gate_up_proj: even = gate, odd = up (transformers, modeling_gpt_oss.py)."""
 _ADDED_SUFFIXES = (".k_scale", ".v_scale", ".input_scale", ".input_global_scale", "_input_scale")
 _NO_FORMAT = {
-    Kind.FP8: "an FP8 weight",
     Kind.UNSCALED: "packed codes without a scale",
     Kind.INTEGER: "an integer tensor",
     Kind.ORPHAN: "scales without codes",
@@ -47,7 +47,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One [N, K] weight matrix. codes: FP4 codes [N, K/2], or plain values [N, K] for BF16; scales [N, K/group]."""
+    """One [N, K] weight matrix. codes: FP4 codes [N, K/2], or plain values [N, K] for BF16; scales [N, K/group].
+
+    decoded: how to read a weight in another format than these; `codes` is then the tensor that holds most of it.
+    """
 
     module: str
     format: NumberFormat
@@ -57,6 +60,17 @@ class Weight:
     scales: View | None = None
     global_scale: Tensor | None = None
     reciprocal: bool = False
+    decoded: Decoded | None = None
+
+    @property
+    def packed(self) -> bool:
+        """FP4 codes with block scales, which can be compared without decoding."""
+        return self.scales is not None
+
+    @property
+    def label(self) -> str:
+        """The format's name in reports."""
+        return self.decoded.kind if self.decoded is not None else self.format.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +114,33 @@ class UnreadableError(Exception):
 
 
 def pair_checkpoints(
-    source: Mapping[str, Tensor], output: Mapping[str, Tensor], dropped_by: Callable[[str], str | None]
+    source: Mapping[str, Tensor],
+    output: Mapping[str, Tensor],
+    dropped_by: Callable[[str], str | None],
+    configs: tuple[Mapping[str, object] | None, Mapping[str, object] | None] = (None, None),
 ) -> Pairing:
     """Pair all tensors of two checkpoints.
 
-    dropped_by(module) names the rule that drops a module, or None. Never raises for what the checkpoints hold.
+    dropped_by(module) names the rule that drops a module, or None. configs: config.json of source and output, for what
+    tensors do not tell (FP8 blocks, GPTQ's zero points, how experts are stacked). Never raises for what the checkpoints
+    hold.
     """
     census = Pairing()
     ours, theirs = modules_of(output), modules_of(source)
     claimed: set[str] = set()
     covered: dict[str, int] = {}
     for module in ours.values():
-        if module.kind in (Kind.NVFP4, Kind.MXFP4) and not _kept(module, theirs, source):
-            _pair_module(module, theirs, census, claimed, covered)
+        if not _converted(module, theirs):
+            continue
+        if not _kept(module, theirs, source):
+            _pair_module(module, theirs, census, claimed, covered, configs)
+        elif (scale := theirs[module.name].input_scale) is not None and module.input_scale is None:
+            census.converted.add(
+                scale.name
+            )  # a weight-only output of the same weights: whether it may is the contract's
     for name, rows in covered.items():
         origin = theirs[name]
-        expected = _rows(origin) * _experts(origin)
+        expected = _rows(origin, split_family(configs[0])) * _experts(origin)
         if rows != expected:
             census.incomplete[name] = f"{rows:,} of its {expected:,} rows are in the output"
     _pair_copies(source, output, theirs, claimed, census)
@@ -137,20 +162,51 @@ def _experts(module: Module) -> int:
     return weight.shape[0] if module.stacked and weight is not None and len(weight.shape) > 2 else 1
 
 
+def _converted(module: Module, theirs: Mapping[str, Module]) -> bool:
+    """Whether an output module holds a weight that a conversion makes: quantized, or BF16 of something else."""
+    if module.kind in (Kind.NVFP4, Kind.MXFP4, Kind.FP8):
+        return True
+    origin = theirs.get(module.name)
+    if module.kind is not Kind.PLAIN or origin is None or module.weight is None:
+        return False
+    was = origin.weight
+    if origin.kind is Kind.PLAIN:
+        to_bf16 = was is not None and was.dtype in ("F16", "F32") and module.weight.dtype == "BF16"
+        return to_bf16 and len(module.weight.shape) > 1
+    return origin.kind in (Kind.NVFP4, Kind.MXFP4, Kind.FP8, Kind.INT4)
+
+
 def _core(module: Module) -> set[str]:
     """Names of the tensors that make up the weight: what a conversion consumes, or writes anew."""
+    if module.kind is Kind.INT4:
+        return {part.name for role, part in module.parts.items() if role != "bias"}
     parts = (module.weight, module.block_scale, module.global_scale, module.input_scale)
     return {part.name for part in parts if part is not None}
 
 
-def _rows(module: Module) -> int:
-    """Output features, per expert: [E, N, K/32, 16] blocks, [E, K, N] stacks, [N, K] matrices."""
+def _rows(module: Module, split: bool | None = None) -> int:
+    """Output features, per expert: [E, N, K/32, 16] blocks, [E, K, N] stacks, [N, K] matrices.
+
+    split: plain stacks lie [E, N, K] (True), or [E, K, N] (False, None).
+    """
     weight = module.weight
+    if module.kind is Kind.INT4:
+        return _int4_rows(module)
     if weight is None or len(weight.shape) < 2:
         return 0
     if "blocks" in module.parts:
         return weight.shape[1]
+    if module.stacked and module.kind is Kind.PLAIN and split:
+        return weight.shape[1]
     return weight.shape[-1] if module.stacked else weight.shape[0]
+
+
+def _int4_rows(module: Module) -> int:
+    """N of an INT4 weight: the last axis of GPTQ's and AWQ's scales, the first of compressed-tensors'."""
+    scales = module.parts.get("scales")
+    if scales is not None:
+        return scales.shape[-1] if scales.shape else 0
+    return module.parts["weight_packed"].shape[0]
 
 
 def _kept(module: Module, theirs: Mapping[str, Module], source: Mapping[str, Tensor]) -> bool:
@@ -162,13 +218,18 @@ def _kept(module: Module, theirs: Mapping[str, Module], source: Mapping[str, Ten
 
 
 def _pair_module(
-    module: Module, theirs: Mapping[str, Module], census: Pairing, claimed: set[str], covered: dict[str, int]
+    module: Module,
+    theirs: Mapping[str, Module],
+    census: Pairing,
+    claimed: set[str],
+    covered: dict[str, int],
+    configs: tuple[Mapping[str, object] | None, Mapping[str, object] | None],
 ) -> None:
     claimed.update(_core(module))
     try:
-        origin, first, step = _origin(module, theirs)
+        origin, first, step = _origin(module, theirs, split_family(configs[0]))
         census.converted.update(_core(origin))
-        weights = list(_matched(module, origin, first, step))
+        weights = list(_matched(module, origin, first, step, configs))
     except UnreadableError as error:
         census.unreadable[module.name] = str(error)
         return
@@ -182,8 +243,8 @@ def _pair_module(
         census.pairs.append(Pair(module.name, theirs_weight, ours_weight))
 
 
-def _origin(module: Module, theirs: Mapping[str, Module]) -> tuple[Module, int, int]:
-    """The source module, and which of its rows (first, step)."""
+def _origin(module: Module, theirs: Mapping[str, Module], split: bool | None) -> tuple[Module, int, int]:
+    """The source module, and which of its rows: every `step`-th from `first`, or a half of them (step 0)."""
     if module.name in theirs:
         return theirs[module.name], 0, 1
     parts = expert_of(module.name)
@@ -191,43 +252,72 @@ def _origin(module: Module, theirs: Mapping[str, Module]) -> tuple[Module, int, 
         parent, _, leaf = parts
         stack = theirs.get(f"{parent}.{'gate_up_proj' if leaf in _INTERLEAVED else leaf}")
         if stack is not None and stack.stacked:
-            return (stack, _INTERLEAVED[leaf], 2) if leaf in _INTERLEAVED else (stack, 0, 1)
+            if leaf not in _INTERLEAVED:
+                return stack, 0, 1
+            if split is None or stack.kind is not Kind.PLAIN:
+                return stack, _INTERLEAVED[leaf], 2
+            return stack, _INTERLEAVED[leaf] * _rows(stack, split) // 2, 0
     raise UnreadableError("has no counterpart in the source")
 
 
-def _matched(module: Module, origin: Module, first: int, step: int) -> Iterator[tuple[Weight, Weight]]:
+def _matched(
+    module: Module,
+    origin: Module,
+    first: int,
+    step: int,
+    configs: tuple[Mapping[str, object] | None, Mapping[str, object] | None],
+) -> Iterator[tuple[Weight, Weight]]:
     parts = expert_of(module.name)
+    before, after = configs
     if origin.stacked and not module.stacked:
         if parts is None:
             raise UnreadableError(f"is one matrix, its source {origin.name} a stack of experts")
         if parts[1] >= _experts(origin):
             raise UnreadableError(f"expert {parts[1]} does not exist: the source has {_experts(origin)}")
-        yield weight_of(origin, parts[1], first, step), weight_of(module, None)
+        yield weight_of(origin, parts[1], first, step, before), weight_of(module, None, config=after)
     elif origin.stacked and module.stacked:
         if _experts(origin) != _experts(module):
             raise UnreadableError(f"holds {_experts(module)} experts, its source {_experts(origin)}")
         for expert in range(_experts(origin)):
-            yield weight_of(origin, expert), weight_of(module, expert)
+            yield weight_of(origin, expert, config=before), weight_of(module, expert, config=after)
     elif module.stacked:
         raise UnreadableError(f"is a stack of experts, its source {origin.name} one matrix")
     else:
-        yield weight_of(origin, None), weight_of(module, None)
+        yield weight_of(origin, None, config=before), weight_of(module, None, config=after)
 
 
-def weight_of(module: Module, expert: int | None, first: int = 0, step: int = 1) -> Weight:
-    """A module (or one expert of it) as a matrix; UnreadableError where parts or shapes are wrong."""
+def weight_of(
+    module: Module,
+    expert: int | None,
+    first: int = 0,
+    step: int = 1,
+    config: Mapping[str, object] | None = None,
+) -> Weight:
+    """A module (or one expert of it) as a matrix; UnreadableError where parts or shapes are wrong.
+
+    Of its rows every `step`-th from `first`; step 0: half of them, from `first`.
+    """
     codes, scales = module.weight, module.block_scale
+    if module.kind in (Kind.FP8, Kind.INT4):
+        found = decoded_of(module, config)
+        if isinstance(found, str):
+            raise UnreadableError(f"{module.name} {found}")
+        body = codes or module.parts["qweight"]
+        kind = NumberFormat.FP8 if module.kind is Kind.FP8 else NumberFormat.BF16
+        return Weight(module.name, kind, found.rows, found.k, View(body), decoded=found)
     if codes is None or module.kind in _NO_FORMAT:
         raise UnreadableError(
             f"{module.name} is {_NO_FORMAT.get(module.kind, 'no weight')}: no comparison is known for it"
         )
     if expert is None and len(codes.shape) != 2:
         raise UnreadableError(f"{codes.name} has shape {list(codes.shape)}: expected two axes")
-    turned = module.stacked and "blocks" not in module.parts
-    view = View(codes, expert, first, step, turned)
-    rows = _rows(module) // step
+    split = split_family(config) if module.kind is Kind.PLAIN else None
+    turned = module.stacked and "blocks" not in module.parts and not split
+    view = View(codes, expert, first, step or 1, turned)
+    rows = _rows(module, split) // (step or 2)
     if module.kind is Kind.PLAIN:
-        return Weight(module.name, NumberFormat.BF16, rows, module.k, view)
+        k = codes.shape[-1] if split and module.stacked else module.k
+        return Weight(module.name, NumberFormat.BF16, rows, k, view)
     if scales is None:
         raise UnreadableError(f"{module.name} has no block scales")
     if scales.shape != module.scale_shape(module.group) or module.k % module.group:
@@ -242,7 +332,7 @@ def weight_of(module: Module, expert: int | None, first: int = 0, step: int = 1)
         rows,
         module.k,
         view,
-        View(scales, expert, first, step, turned),
+        View(scales, expert, first, step or 1, turned),
         module.global_scale,
         "weight_global_scale" in module.parts,
     )

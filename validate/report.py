@@ -252,7 +252,8 @@ def tensor_rows(numerics: StageResult) -> list[dict[str, JSON]]:
 def _from_plain(numerics: StageResult) -> bool:
     """Whether all that was converted came from plain weights, where a count of equal blocks says nothing."""
     rows = tensor_rows(numerics)
-    return bool(rows) and all(row["source"] == NumberFormat.BF16.value for row in rows)
+    packed = (NumberFormat.MXFP4.value, NumberFormat.NVFP4.value)
+    return bool(rows) and all(row["source"] not in packed for row in rows)
 
 
 def _window(span: JSON) -> str:

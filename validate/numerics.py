@@ -115,7 +115,7 @@ def open_both(source: Path, output: Path) -> Both:
     for finding in doubts.findings():
         if finding.rule in _SOURCE_FAULTS and finding.severity == "error":
             found.error(finding.rule, f"source: {finding.message}", where=finding.where, hint=finding.hint)
-    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output))
+    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output), (theirs.config, ours.config))
     _judge_census(census, found)
     groups: dict[str, list[Pair]] = {}
     for pair in census.pairs:
@@ -348,8 +348,8 @@ def _row(result: Result, fused_span: int | None) -> list[JSON]:
     values: dict[str, JSON] = {f.name: getattr(tally, f.name) for f in fields(Tally)}
     values |= {
         "tensor": result.name,
-        "source": first.source.format.value,
-        "target": first.output.format.value,
+        "source": first.source.label,
+        "target": first.output.label,
         "weights": result.weights,
         "rms_error": result.rms_error,
         "sqnr_db": None if result.sqnr_db is None else round(result.sqnr_db, 3),

@@ -86,7 +86,7 @@ def read_quantization_config(raw: Mapping[str, object]) -> Declared:
     producer = str((as_object(raw.get("producer")) or {}).get("name", ""))
     if method == "compressed-tensors":
         style = str(raw.get("format", "")) or next((str(group.get("format", "")) for group in groups), "")
-        algo = style.upper().removesuffix("-PACK-QUANTIZED")
+        algo = style.upper().removesuffix("-PACK-QUANTIZED").replace("FLOAT-QUANTIZED", "FP8")
         dialect = Dialect.COMPRESSED_TENSORS
     else:
         algo = str(raw.get("quant_algo", "") or "").upper()

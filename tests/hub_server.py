@@ -192,9 +192,19 @@ class HubServer:
         return self.commit(found, revision, tree, title)
 
     def put_folder(self, repo: str, folder: Path) -> str:
-        """Commit a folder past the API."""
-        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        return self.put(repo, files)
+        """Commit a folder past the API; large files are linked, not read into memory."""
+        names = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+        self.put(repo, {name: path.read_bytes() for name, path in names.items() if not LARGE.search(name)})
+        found = self.repos[repo]
+        tree = dict(found.commits[found.refs["main"]].tree)
+        for name, path in names.items():
+            if LARGE.search(name):
+                with path.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                if not self.lfs_path(digest).exists():
+                    self.lfs_path(digest).hardlink_to(path)
+                tree[name] = self.large_entry(digest, path.stat().st_size)
+        return self.commit(found, "main", tree, "put the large files")
 
     def sent(self, pattern: str = "") -> int:
         """Bytes of bodies sent for paths that match."""

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,3 +204,42 @@ class Kit:
 def kit(tmp_path):
     """Makers of checkpoints and manifests."""
     return Kit(tmp_path)
+
+
+class DiskWatch:
+    """The most that the folders of one output occupied, in bytes really allocated."""
+
+    def __init__(self, output):
+        self.output = output
+        self.most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self):
+        while not self._stop.wait(0.002):
+            self.most = max(self.most, self.used())
+
+    def used(self):
+        total = 0
+        for suffix in ("", ".partial", ".stream"):
+            for folder, _, names in os.walk(f"{self.output}{suffix}"):
+                for name in names:
+                    try:
+                        total += (Path(folder) / name).lstat().st_blocks * 512
+                    except FileNotFoundError:
+                        continue
+        return total
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def disk_watch():
+    """The watcher of an output's folders."""
+    return DiskWatch

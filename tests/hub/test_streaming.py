@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -18,39 +16,6 @@ def shas(folder):
 
 def source_bytes(hub, repo=SOURCE):
     return sum(e.size for n, e in hub.tree(repo).items() if n.endswith(".safetensors"))
-
-
-class DiskWatch:
-    """The most that the folders of one output occupied, in bytes really allocated."""
-
-    def __init__(self, output):
-        self.output = output
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self):
-        while not self._stop.wait(0.002):
-            self.most = max(self.most, self.used())
-
-    def used(self):
-        total = 0
-        for suffix in ("", ".partial", ".stream"):
-            for folder, _, names in os.walk(f"{self.output}{suffix}"):
-                for name in names:
-                    try:
-                        total += (Path(folder) / name).lstat().st_blocks * 512
-                    except FileNotFoundError:
-                        continue
-        return total
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
 
 
 @pytest.fixture
@@ -154,13 +119,13 @@ def test_a_window_of_wrong_bytes_is_not_signed_off(hub, kit, ordinary, small_win
     assert [(f["rule"], f["where"]) for f in numerics["findings"]] == [("copy-differs", "model.norm.weight")]
 
 
-def test_what_is_kept_and_two_windows_fit_the_disk(hub, kit, small_windows):
+def test_what_is_kept_and_two_windows_fit_the_disk(hub, kit, small_windows, disk_watch):
     hub.put_folder("upstream/big", kit.source("big", shards=2, layers=8, hidden=256, inter=512))
     size = source_bytes(hub, "upstream/big")
     assert size > 10_000_000
     output = kit.tmp / "streamed"
     manifest = kit.manifest("upstream/big", "streamed", shard_size="1MB", stream=True, max_disk=6_000_000)
-    with DiskWatch(output) as watch:
+    with disk_watch(output) as watch:
         assert kit.requant("run", manifest, "--quiet") == 0
     written = sum(p.stat().st_size for p in output.glob("*.safetensors"))
     assert written < watch.most <= 6_000_000
@@ -231,12 +196,12 @@ def published(hub):
     return {n: e.lfs for n, e in hub.tree(REPO, PR).items() if n.endswith(".safetensors")}
 
 
-def test_forty_megabytes_through_ten_arrive_signed_off(hub, kit):
+def test_forty_megabytes_through_ten_arrive_signed_off(hub, kit, disk_watch):
     manifest, whole = pushed(hub, kit, 10_000_000, "1MB", hidden=512, inter=1024)
     size = source_bytes(hub, "upstream/big")
     assert size > 40_000_000
     before = hub.sent("upstream/big.*safetensors")
-    with DiskWatch(kit.tmp / "pushed") as watch:
+    with disk_watch(kit.tmp / "pushed") as watch:
         assert kit.requant("convert", manifest, "--push", "--quiet") == 0
     assert published(hub) == whole
     assert watch.most <= 10_000_000

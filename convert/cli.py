@@ -172,7 +172,7 @@ def _convert(
 
     if push:
         _check_push(manifest, sets or [])
-    job = prepare(manifest, sets or [])
+    job = prepare(manifest, sets or [], bar=lambda label: _stage_bar(label, quiet))
     if form is Format.HUMAN:
         typer.echo(plan_text(job.plan, job.seconds))
     _run(job, force, quiet, push=push)
@@ -228,7 +228,7 @@ def plan(
     from requant.convert.show import forecast_json, forecast_text, plan_json, plan_text
 
     _log_to(verbose, log_file)
-    job = prepare(manifest, sets or [])
+    job = prepare(manifest, sets or [], bar=None)
     facts = plan_json(job.plan)
     text = plan_text(job.plan, job.seconds)
     if scan:
@@ -270,7 +270,7 @@ def run(
 
     _log_to(verbose, log_file)
     sets = _with_stream(sets, max_disk)
-    job = prepare(manifest, sets or [])
+    job = prepare(manifest, sets or [], bar=lambda label: _stage_bar(label, quiet))
     result = _run(job, force, quiet)
     _emit(result_json(job.plan, result), form, lambda: result_text(job.plan, result))
 

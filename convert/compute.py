@@ -320,7 +320,7 @@ def _encode(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
         elif number == "fp8":
             _write_fp8(plan, member, files)
         else:
-            _write_fp4(plan, member, s2, choice, files)
+            _write_fp4(plan, member, s2, choice, unit, files)
         if s2 is not None:
             _write_global(plan, member, s2, files)
         weights += member.form.rows * member.form.cols
@@ -344,9 +344,17 @@ def _whole_experts(member: Member, tiles: Iterator[tuple[int, Any]]) -> Iterator
             parts = []
 
 
-def _write_fp4(plan: Places, member: Member, s2: np.float32 | None, choice: ScaleChoice, files: Opened) -> None:
+def _write_fp4(
+    plan: Places, member: Member, s2: np.float32 | None, choice: ScaleChoice, unit: GroupUnit, files: Opened
+) -> None:
     from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4
 
+    importance, compensate = None, None
+    if unit.calibration:
+        from requant.convert.compensate import compensator, importance_of
+
+        importance = importance_of(unit, member)
+        compensate = compensator(unit, member)
     form, out_codes, out_scales = member.form, plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
     code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
     for first, tile in _float_tiles(member, files):
@@ -356,7 +364,9 @@ def _write_fp4(plan: Places, member: Member, s2: np.float32 | None, choice: Scal
             if s2 is None:
                 bf16_to_mxfp4(tile, codes, scales)
             else:
-                bf16_to_nvfp4(tile, s2, codes, scales, choice)
+                bf16_to_nvfp4(tile, s2, codes, scales, choice, importance)
+        if compensate is not None:
+            compensate(tile, scales, s2, codes)
         code_begin, scale_begin = out_codes.begin + first * codes.shape[1], out_scales.begin + first * scales.shape[1]
         if form.transposed:
             _write_transposed(codes, code_fd, code_begin)
@@ -411,7 +421,7 @@ def _group_amax(unit: GroupUnit, files: Opened) -> float:
 
 def quantizer_choice(scale: str) -> ScaleChoice:
     """A manifest's scale choice as the quantizers know it."""
-    choices: dict[str, ScaleChoice] = {"mse": "mse", "four-over-six": "four-over-six"}
+    choices: dict[str, ScaleChoice] = {"mse": "mse", "weighted": "mse", "four-over-six": "four-over-six"}
     return choices.get(scale, "nearest")
 
 

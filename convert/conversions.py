@@ -26,7 +26,7 @@ from requant.manifests.schema import LayerRule, Manifest
 
 __all__ = ["CONVERSIONS", "Conversion", "is_copy", "settle"]
 
-_ROUNDING: Final = ("nearest", "four-over-six", "mse")
+_ROUNDING: Final = ("nearest", "four-over-six", "mse", "weighted")
 _FLOATING: Final = ("plain", "fp8", "int4", "gptq", "awq", "gguf")
 """Source formats that FP4 has to round."""
 
@@ -58,6 +58,7 @@ class Conversion(NamedTuple):
     scale: str
     granularity: str | None
     rule: int
+    rounding: str = "nearest"
 
 
 def is_copy(conversion: Conversion) -> bool:
@@ -97,7 +98,7 @@ def settle(
             _refuse_narrow(weight, decision.to, rule, place)
             narrow.append(weight)
         granularity = rule.granularity if decision.to == "fp8" else None
-        settled[weight.module] = Conversion(weight, decision.to, scale, granularity, decision.rule)
+        settled[weight.module] = Conversion(weight, decision.to, scale, granularity, decision.rule, rule.rounding)
     _keep_families(manifest, narrow, settled, decisions)
     _refuse_split(weights, settled, decisions)
     _refuse_formats(manifest, settled.values())

@@ -7,17 +7,21 @@ layer in the other format, its scale is restated.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from requant.convert.checkpoint import Catalogue, open_checkpoint
 from requant.convert.shards import TensorInfo
-from requant.manifests.errors import ManifestError, SourceError, UsageError
+from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import FromCheckpoint, Manifest
 
-__all__ = ["KV_SUFFIXES", "InputScales"]
+if TYPE_CHECKING:
+    from requant.convert.calibrate import Calibration
+
+__all__ = ["KV_SUFFIXES", "UNMEASURED", "InputScales"]
 
 
 class InputScales:
@@ -30,7 +34,10 @@ class InputScales:
         self._values = values
         self._kv = kv or {}
         self._missing: list[str] = []
+        self._later = False
         self.note = note
+        self.file = ""
+        """Of the calibration, for units that need more of it."""
         self.explicit = False
         """Whether the manifest itself says where the scales come from; else a source's own are carried over."""
 
@@ -40,10 +47,17 @@ class InputScales:
         return cls(None, {}, "none")
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest) -> Self:
-        """As activations.input_scale says. UsageError where the format needs a scale and none is given."""
-        scales = cls._given(manifest)
-        scales.explicit = "input_scale" in manifest.activations.model_fields_set
+    def from_manifest(cls, manifest: Manifest, calibration: Calibration | None = None) -> Self:
+        """As `activations` says. UsageError where the format needs a scale and none is given."""
+        wanted = manifest.activations.calibrate
+        if wanted is None:
+            scales = cls._given(manifest)
+        elif calibration is None:
+            scales = cls(1.0, {}, f"{UNMEASURED} on {wanted.text}")
+            scales._later = True
+        else:
+            scales = cls._measured(calibration)
+        scales.explicit = wanted is not None or "input_scale" in manifest.activations.model_fields_set
         return scales
 
     @classmethod
@@ -61,31 +75,51 @@ class InputScales:
                 where="activations",
                 hint="give a constant (1.0 is modelopt's data-free choice), {from: FOLDER}, or target nvfp4-w4a16",
             )
-        if manifest.activations.calibrate is not None:
-            raise ManifestError("calibration is not part of this version", where="activations.calibrate")
         return cls(given, {}, f"constant {given!r}")
+
+    @classmethod
+    def _measured(cls, calibration: Calibration) -> Self:
+        """amax / (6 * 448), or amax / 448 for an FP8 layer or the KV cache. An input of zeros gets amax 1."""
+        values = {name: Activation((top or 1.0) / _AMAX["nvfp4"], "nvfp4") for name, top in calibration.amax.items()}
+        kv: dict[str, float] = {}
+        for name, top in calibration.kv.items():
+            kind, _, attention = name.partition(".")
+            kv[f"{attention}.{kind}_proj.{kind}_scale"] = (top or 1.0) / _AMAX["fp8"]
+        scales = cls(None, values, calibration.note, kv)
+        scales.file = str(calibration.path)
+        return scales
 
     def of_group(self, modules: Sequence[str], number: str = "nvfp4") -> float:
         """The scale that the fused group shares; a module without one is remembered for `refuse_missing`."""
         if self._constant is not None:
             return self._constant
-        found = [self._values[module].under(number) for module in modules if module in self._values]
-        self._missing += [module for module in modules if module not in self._values]
+        found = [value.under(number) for module in modules if (value := self._of(module)) is not None]
+        self._missing += [module for module in modules if self._of(module) is None]
         return max(found, default=1.0)
+
+    def _of(self, module: str) -> Activation | None:
+        """Of the module, or of the stack of experts that it was part of in the source."""
+        if module in self._values:
+            return self._values[module]
+        match = _EXPERT.match(module)
+        if match is None:
+            return None
+        stack = "down_proj" if match["leaf"] in ("down_proj", "w2") else "gate_up_proj"
+        return self._values.get(f"{match['parent']}.{stack}")
 
     def kv_scales(self, manifest: Manifest, catalogue: Catalogue) -> Iterator[tuple[str, float]]:
         """(tensor, value) of the KV-cache scales that `kv_cache: fp8` adds; none where the source has them already.
 
         SourceError where the other checkpoint has none, or has them for other modules than the source's.
         """
-        if manifest.kv_cache is None or any(name.endswith(KV_SUFFIXES) for name in catalogue.tensors):
+        if manifest.kv_cache is None or self._later or any(name.endswith(KV_SUFFIXES) for name in catalogue.tensors):
             return
-        place = "activations.input_scale.from"
+        place = "activations.calibrate" if self.file else "activations.input_scale.from"
         if not self._kv:
             raise SourceError(
                 "kv_cache: fp8 needs k_scale and v_scale tensors, and there are none",
                 where=place,
-                hint="name a checkpoint of this model that holds them, or delete kv_cache",
+                hint="calibrate, name a checkpoint of this model that holds them, or delete kv_cache",
             )
         for name, value in self._kv.items():
             if f"{name.rpartition('.')[0]}.weight" not in catalogue.tensors:
@@ -100,8 +134,10 @@ class InputScales:
             shown = ", ".join(self._missing[:5]) + (" ..." if len(self._missing) > 5 else "")
             raise SourceError(
                 f"no input_scale for {len(self._missing)} modules: {shown}",
-                where="activations.input_scale.from",
-                hint="the other checkpoint is of another model or incomplete; a constant would also do",
+                where="activations.calibrate" if self.file else "activations.input_scale.from",
+                hint="they were not met in the calibration run: keep them, or give input_scale a constant"
+                if self.file
+                else "the other checkpoint is of another model or incomplete; a constant would also do",
             )
 
 
@@ -126,6 +162,9 @@ class Activation(NamedTuple):
 _AMAX: Final = {"nvfp4": 6.0 * 448.0, "fp8": 448.0}
 """amax in units of the scale."""
 KV_SUFFIXES: Final = (".k_scale", ".v_scale")
+UNMEASURED: Final = "still to be measured"
+"""How the note of a plan begins that must not be run."""
+_EXPERT: Final = re.compile(r"^(?P<parent>.*\bexperts)\.\d+\.(?P<leaf>[^.]+)$")
 
 
 def _scalar(catalogue: Catalogue, tensor: TensorInfo, what: str) -> float:

@@ -18,6 +18,7 @@ from requant.convert.checkpoint import open_checkpoint
 from requant.convert.engine import Engine, LocalEngine, worker_bytes
 from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
 from requant.convert.hub import fetch, is_offline
+from requant.convert.input_scales import UNMEASURED
 from requant.convert.layouts.reading import recognise
 from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
@@ -31,6 +32,7 @@ from requant.manifests.schema import Manifest
 __all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_job"]
 
 if TYPE_CHECKING:
+    from requant.convert.calibrate import Calibration, OpenBar
     from requant.convert.stream import MakeJudge
     from requant.convert.uploads import Uploader
 
@@ -57,11 +59,20 @@ class Job:
         return self.loaded.manifest
 
 
-def prepare(ref: str, sets: Sequence[str] = ()) -> Job:
-    """Load a manifest, read the source's headers, plan. Nothing is written; of a Hub source only headers are read."""
+@contextmanager
+def _no_bar(_: str) -> Generator[Callable[[int, int], None]]:
+    yield lambda _done, _all: None
+
+
+def prepare(ref: str, sets: Sequence[str] = (), *, bar: OpenBar | None = _no_bar) -> Job:
+    """Load a manifest, read the source's headers, plan. Nothing is written; of a Hub source only headers are read.
+
+    Where the manifest asks for a calibration that no earlier run kept, it is measured, under a progress bar; with bar
+    None it is not, and the plan is for looking at only.
+    """
     begin = time.perf_counter()
     with _without_gc():
-        return _prepare(ref, sets, begin)
+        return _prepare(ref, sets, begin, bar)
 
 
 @contextmanager
@@ -77,7 +88,7 @@ def _without_gc() -> Generator[None]:
             gc.freeze()
 
 
-def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
+def _prepare(ref: str, sets: Sequence[str], begin: float, bar: OpenBar | None) -> Job:
     loaded = load_manifest(ref, sets)
     manifest = loaded.manifest
     _refuse_unbuilt(manifest)
@@ -88,7 +99,7 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
     remote: Remote | None = None
     if manifest.source.path is not None:
         root = Path(manifest.source.path).expanduser()
-    elif is_offline():
+    elif is_offline() or manifest.activations.calibrate is not None:  # which reads the weights before the plan is made
         root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
     else:
         remote = resolve(str(manifest.source.repo), manifest.source.revision)
@@ -96,14 +107,19 @@ def _prepare(ref: str, sets: Sequence[str], begin: float) -> Job:
     refuse_overlap(root, output)
     catalogue = open_checkpoint(root) if remote is None else remote_catalogue(remote)
     layout, reason = recognise(catalogue, manifest.source.layout)
-    plan = make_plan(manifest, catalogue, layout, reason, output)
+    calibration: Calibration | None = None
+    if manifest.activations.calibrate is not None:
+        from requant.convert.calibrate import obtain
+
+        calibration = obtain(manifest, root, catalogue, layout, bar)
+    plan = make_plan(manifest, catalogue, layout, reason, output, calibration)
     return Job(loaded, plan, commit, time.perf_counter() - begin, remote)
 
 
 def _refuse_unbuilt(manifest: Manifest) -> None:
     """What the schema can say and this version cannot do is refused, never ignored."""
     faults = {
-        "activations.calibrate": manifest.activations.calibrate is not None,
+        "activations.calibrate": manifest.activations.calibrate is not None and manifest.execute.stream,
         "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
         "execute.device": manifest.execute.device == "cuda",
     }
@@ -223,6 +239,8 @@ def run_job(
 
     make_judge: what compares a streamed conversion with its source; needed for one. uploader: takes finished shards.
     """
+    if job.plan.input_scale_note.startswith(UNMEASURED):
+        raise UsageError("the calibration was not measured", where="activations.calibrate", hint="pass prepare a bar")
     _refuse_hollow(job.plan.output, uploader, force)
     if not force:
         check_source_unchanged(job)

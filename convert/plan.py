@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.conversions import Conversion, is_copy, settle
@@ -28,6 +28,9 @@ from requant.convert.scalars import turned_over
 from requant.convert.shards import DTYPE_BITS, TensorInfo
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import Manifest
+
+if TYPE_CHECKING:
+    from requant.convert.calibrate import Calibration
 
 __all__ = ["CopyUnit", "GroupUnit", "Member", "OutShard", "OutTensor", "Piece", "Plan", "Unit", "make_plan"]
 
@@ -70,13 +73,18 @@ class Member(NamedTuple):
 
 
 class GroupUnit(NamedTuple):
-    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `relayout` (FP4 as it is), `encode` (from floats)."""
+    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `relayout` (FP4 as it is), `encode` (from floats).
+
+    calibration: the file of measurements that scale or rounding rest on, or "".
+    """
 
     kind: str
     scale: str
     group: str
     members: tuple[Member, ...]
     nbytes: int
+    rounding: str = "nearest"
+    calibration: str = ""
 
 
 class Piece(NamedTuple):
@@ -140,7 +148,7 @@ class Plan:
         for source in self.catalogue.shards:
             digest.update(f"{source.file} {source.size} {source.header_sha256}\n".encode())
         for rule in self.manifest.layers:
-            digest.update(f"{rule.match} {rule.to} {rule.scale} {rule.granularity}\n".encode())
+            digest.update(f"{rule.match} {rule.to} {rule.scale} {rule.granularity} {rule.rounding}\n".encode())
         digest.update(f"{self.layout} {len(self.units)} {self.input_scale_note}\n".encode())
         return digest.hexdigest()
 
@@ -177,7 +185,7 @@ class _Builder:
             self.units.append(CopyUnit(tuple(self._pieces), self._bytes))
             self._pieces, self._bytes = [], 0
 
-    def group(self, kind: str, scale: str, parts: Sequence[Part], scales: InputScales) -> None:
+    def group(self, kind: str, scale: str, rounding: str, parts: Sequence[Part], scales: InputScales) -> None:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
         members: list[Member] = []
         nbytes = 0
@@ -198,7 +206,8 @@ class _Builder:
                 )
             )
             nbytes += source_nbytes(weight, form.rows)
-        self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes))
+        file = scales.file if scale == "weighted" or rounding == "gptq" else ""
+        self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes, rounding, file))
         open_ones = [part for part, member in zip(parts, members, strict=True) if member.out_input is None]
         with_input = [part for part in open_ones if part.form.input_scale is not None]
         if with_input:
@@ -249,8 +258,18 @@ def _scalar(value: float, reciprocal: bool) -> bytes:
     return struct.pack("<f", float(turned_over(np.float32(value))))
 
 
-def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_reason: str, output: Path) -> Plan:
-    """Plan the conversion of `catalogue`. ManifestError, UsageError or SourceError; nothing is written."""
+def make_plan(
+    manifest: Manifest,
+    catalogue: Catalogue,
+    layout: Layout,
+    layout_reason: str,
+    output: Path,
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Plan the conversion of `catalogue`. ManifestError, UsageError or SourceError; nothing is written.
+
+    calibration: what activations.calibrate asks for; without it the plan is for looking at only.
+    """
     weights = list(layout.weights(catalogue))
     owners = {t.name: weight for weight in weights for t in weight.tensors}
     decisions = decide(manifest.layers, catalogue, owners)
@@ -258,7 +277,8 @@ def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_r
     converting = {c.weight.module: c for c in settle(manifest, layout.name, catalogue, weights, decisions)}
     _refuse_unclaimed(catalogue, owners, decisions, layout.name)
     refuse_idle(manifest.layers, decisions, (module for module, c in converting.items() if not is_copy(c)))
-    scales = InputScales.from_manifest(manifest) if with_input else InputScales.none()
+    calibrated = manifest.activations.calibrate is not None
+    scales = InputScales.from_manifest(manifest, calibration) if with_input or calibrated else InputScales.none()
     by_group: dict[str, list[Conversion]] = {}
     mates: dict[str, list[Conversion]] = {}
     for conversion in converting.values():
@@ -282,11 +302,11 @@ def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_r
                 uses[decision.rule].bytes_out += tensor.nbytes
         elif members:  # the first tensor of its fused group, which takes this place
             groups: dict[str, list[Part]] = {}
-            kinds: dict[str, tuple[str, str]] = {}
+            kinds: dict[str, tuple[str, str, str]] = {}
             for member in members:
                 grain = member.granularity
                 for part in parts_of(member.weight, member.target, manifest.target.layout, with_input, grain):
-                    kind = (_kind(member.weight, part.form), member.scale)
+                    kind = (_kind(member.weight, part.form), member.scale, member.rounding)
                     _refuse_mixed(part.group, kind, kinds.setdefault(part.group, kind))
                     groups.setdefault(part.group, []).append(part)
                     form = part.form
@@ -319,11 +339,12 @@ def make_plan(manifest: Manifest, catalogue: Catalogue, layout: Layout, layout_r
     )
 
 
-def _refuse_mixed(group: str, one: tuple[str, str], other: tuple[str, str]) -> None:
+def _refuse_mixed(group: str, one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
     """Weights that share a global scale must be made in one way."""
     if one != other:
+        names = [f"{kind} with scale {scale}, rounding {rounding}" for kind, scale, rounding in (one, other)]
         raise UsageError(
-            f"its members differ: {' with scale '.join(one)} and {' with scale '.join(other)}",
+            f"its members differ: {names[0]} and {names[1]}",
             where=f"fused group {group}",
             hint="runtimes load these weights as one: convert them by one rule, or keep them all",
         )

@@ -19,6 +19,8 @@ from typing import Any
 __all__ = [
     "ModelUnavailableError",
     "empty_model",
+    "encode",
+    "load_tokenizer",
     "meta_parameters",
     "quiet_transformers",
     "tie_head",
@@ -64,6 +66,25 @@ def transformers_module() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ModelUnavailableError(f"{error.name} is not installed: pip install 'requant[eval]'") from error
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that stands in a checkpoint's folder; ModelUnavailableError where there is none that loads."""
+    classes = transformers_module()
+    with quiet_transformers():
+        try:
+            return classes.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # the tokenizers library raises bare Exception
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelUnavailableError(f"the folder has no tokenizer that transformers can load: {first}") from error
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text. special: with what the model expects around it, such as a first token."""
+    with quiet_transformers():
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def _compute_buffers(model: Any) -> None:

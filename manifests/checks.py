@@ -57,7 +57,9 @@ def disagreements(
     if layers is not None and validation is not None:
         yield from _lossless_gate(layers, validation)
     if target is not None and activations is not None:
-        yield from _activation_scales(target, activations)
+        yield from _activation_scales(target, activations, layers or ())
+    if layers is not None and activations is not None:
+        yield from _uncalibrated(layers, activations)
     if source is not None and target is not None:
         yield from _same_folder(source, target)
     if source is not None and execute is not None and execute.stream and source.repo is None:
@@ -121,9 +123,23 @@ def _lossless_gate(layers: Sequence[LayerRule], validation: Validate) -> Iterato
             )
 
 
-def _activation_scales(target: Target, activations: Activations) -> Iterator[tuple[str, str]]:
+def _uncalibrated(layers: Sequence[LayerRule], activations: Activations) -> Iterator[tuple[str, str]]:
+    """Rules that need what calibration measures, without it."""
+    if activations.calibrate is not None:
+        return
+    for index, rule in enumerate(layers):
+        if rule.needs_calibration:
+            key, value = ("rounding", "gptq") if rule.rounding == "gptq" else ("scale", "weighted")
+            yield f"layers.{index}.{key}", f"{key}: {value} needs activations.calibrate: {{text: FILE}}"
+
+
+def _activation_scales(
+    target: Target, activations: Activations, layers: Sequence[LayerRule]
+) -> Iterator[tuple[str, str]]:
     """Activation scales where the format has none, or none where it needs them."""
     if target.format in UNSCALED_FORMATS:
+        if activations.calibrate is not None and any(rule.needs_calibration for rule in layers):
+            return
         key = "calibrate" if activations.calibrate is not None else "input_scale"
         if activations.calibrate is not None or activations.input_scale is not None:
             yield f"activations.{key}", f"target.format: {target.format} has no activation scales; delete {key}"

@@ -23,6 +23,7 @@ __all__ = [
     "Granularity",
     "LayerRule",
     "Publish",
+    "Rounding",
     "Runtime",
     "ScaleChoice",
     "Source",
@@ -50,11 +51,12 @@ TargetFormat = Literal["nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "bf16"]
 TargetLayout = Literal["modelopt", "modelopt-experts", "compressed-tensors", "deepseek-v3"]
 Granularity = Literal["tensor", "channel", "block"]
 TensorFormat = Literal["nvfp4", "mxfp4", "fp8", "bf16", "keep", "drop"]
-ScaleChoice = Literal["lossless", "nearest", "four-over-six", "mse"]
+ScaleChoice = Literal["lossless", "nearest", "four-over-six", "mse", "weighted"]
+Rounding = Literal["nearest", "gptq"]
 Runtime = Literal["vllm", "sglang", "trtllm", "transformers"]
 
 SCALE_CHOICES: Final[dict[TensorFormat, tuple[ScaleChoice, ...]]] = {
-    "nvfp4": ("lossless", "nearest", "four-over-six", "mse"),
+    "nvfp4": ("lossless", "nearest", "four-over-six", "mse", "weighted"),
     "mxfp4": ("nearest", "lossless", "mse"),
     "fp8": ("nearest", "lossless", "mse"),
     "bf16": ("lossless",),
@@ -138,7 +140,13 @@ class LayerRule(Section):
     scale: ScaleChoice = Field(
         default="lossless",
         description="How block scales are chosen. `lossless` moves an MXFP4 scale over exactly (default for nvfp4); "
-        "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error.",
+        "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error; "
+        "`weighted` is `mse` with each input channel weighed by what activations.calibrate saw there.",
+    )
+    rounding: Rounding = Field(
+        default="nearest",
+        description="How weights become codes under those scales. `gptq` makes later columns compensate the errors of "
+        "earlier ones, for less error of the layer's output; to nvfp4 and mxfp4, needs activations.calibrate.",
     )
     granularity: Granularity | None = Field(
         default=None,
@@ -172,7 +180,15 @@ class LayerRule(Section):
         if self.scale not in choices:
             why = "nothing is rescaled" if len(choices) == 1 else f"it takes {', '.join(choices)}"
             raise fault("scale", f"scale: {self.scale} has no meaning with to: {self.to} ({why})")
+        if self.rounding == "gptq" and (self.to not in ("nvfp4", "mxfp4") or self.scale == "lossless"):
+            what = f"to: {self.to}" if self.to not in ("nvfp4", "mxfp4") else "scale: lossless"
+            raise fault("rounding", f"rounding: gptq has no meaning with {what}: nothing is rounded to FP4")
         return self
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it cannot be followed without activations.calibrate."""
+        return self.rounding == "gptq" or self.scale == "weighted"
 
 
 class FromCheckpoint(Section):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
-from requant.kernels.empty_model import ModelUnavailableError
+from requant.kernels.empty_model import ModelUnavailableError, load_tokenizer
 from requant.manifests.gates import ModelGate
 from requant.validate.results import JSON, Finding, StageResult, Status, status_of
 
@@ -135,7 +135,6 @@ class _Measurement:
     def run(self, found: list[Finding]) -> None:
         from requant.validate.model_inputs import (
             check_context,
-            load_tokenizer,
             pad_of,
             prompts_of,
             read_text,
@@ -144,7 +143,7 @@ class _Measurement:
 
         gate = self._gate
         text = read_text(gate.text)
-        tokenizer = load_tokenizer(self._paths["target"], gate.trust_remote_code)
+        tokenizer = load_tokenizer(self._paths["target"], trust_remote_code=gate.trust_remote_code)
         windows = windows_of(tokenizer, text, gate, found)
         models = {name: self._load(path, name) for name, path in self._paths.items()}
         check_context(models["target"].model.config, gate)

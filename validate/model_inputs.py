@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from requant.kernels.empty_model import ModelUnavailableError, quiet_transformers, transformers_module
+from requant.kernels.empty_model import ModelUnavailableError, encode, quiet_transformers
 from requant.manifests.gates import ModelGate
 from requant.validate.generation import CHAT_PROMPTS
 from requant.validate.results import Finding
 
-__all__ = ["check_context", "load_tokenizer", "pad_of", "prompts_of", "read_text", "windows_of"]
+__all__ = ["check_context", "pad_of", "prompts_of", "read_text", "windows_of"]
 
 _PROMPTS: Final = 8
 _PROMPT_TOKENS: Final = 32
@@ -32,27 +32,9 @@ def read_text(location: str) -> str:
         raise ModelUnavailableError(f"validate.model: {location} cannot be read: {why}") from error
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer that stands in a checkpoint's folder."""
-    classes = transformers_module()
-    with quiet_transformers():
-        try:
-            return classes.AutoTokenizer.from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except Exception as error:  # the tokenizers library raises bare Exception
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelUnavailableError(f"the folder has no tokenizer that transformers can load: {first}") from error
-
-
-def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    with quiet_transformers():
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
 def windows_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding]) -> list[list[int]]:
     """Stretches of the text of sequence_length + 1 tokens: of each but its first token the prediction is scored."""
-    ids = _encode(tokenizer, text, special=False)
+    ids = encode(tokenizer, text, special=False)
     wanted, size = gate.tokens, min(gate.sequence_length, gate.tokens)
     if len(ids) <= _FEWEST:
         raise ModelUnavailableError(f"the text has {len(ids)} tokens; at least {_FEWEST + 1} are needed for an error")
@@ -67,7 +49,7 @@ def windows_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding])
             )
         )
         wanted, size = len(ids) - 1, min(size, len(ids) - 1)
-    bos = _encode(tokenizer, "", special=True)[:1]  # what the model expects first, if anything
+    bos = encode(tokenizer, "", special=True)[:1]  # what the model expects first, if anything
     starts = range(0, max(wanted - size, 0) + 1, size)
     return [[*bos, *ids[start : start + size + 1 - len(bos)]] for start in starts]
 
@@ -92,9 +74,9 @@ def prompts_of(tokenizer: Any, gate: ModelGate, windows: Sequence[Sequence[int]]
         chats = [[{"role": "user", "content": prompt}] for prompt in given or CHAT_PROMPTS]
         with quiet_transformers():
             texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
-        return [_encode(tokenizer, text, special=False) for text in texts], "chat prompts"
+        return [encode(tokenizer, text, special=False) for text in texts], "chat prompts"
     if given is not None:
-        return [_encode(tokenizer, prompt, special=True) for prompt in given], "prompts"
+        return [encode(tokenizer, prompt, special=True) for prompt in given], "prompts"
     step = max(1, len(windows) // _PROMPTS)
     return [list(window[:_PROMPT_TOKENS]) for window in windows[::step][:_PROMPTS]], "beginnings of stretches"
 

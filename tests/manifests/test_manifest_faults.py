@@ -312,7 +312,7 @@ validate:
         "${env:REQUANT_OT:-...}",
         "m.yaml:6:68: target.shard_size: '5G' is not a size: write a number and a unit, such as 5GB or 512MiB; "
         "did you mean '5GB'?",
-        "m.yaml:8:43: layers.0.scale: 'losless' is not one of lossless, nearest, four-over-six, mse; "
+        "m.yaml:8:43: layers.0.scale: 'losless' is not one of lossless, nearest, four-over-six, mse, weighted; "
         "did you mean 'lossless'?",
         "m.yaml:10:28: activations.input_scale: '-1' is out of range; it must be above 0 and a normal FP32 number",
         "m.yaml:11:1: the key 'activations' stands here twice (first in line 10)",

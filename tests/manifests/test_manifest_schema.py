@@ -40,6 +40,7 @@ def test_the_least_manifest_has_the_defaults_that_the_design_names():
         "to": "nvfp4",
         "scale": "lossless",
         "granularity": None,
+        "rounding": "nearest",
         "optional": False,
     }
     assert manifest.activations.model_dump() == {"input_scale": 1.0, "calibrate": None}

@@ -51,10 +51,10 @@ def test_a_gate_for_another_device_is_not_measured_here(tmp_path):
 
 
 def test_an_error_of_the_forward_pass_is_a_reason_and_not_a_crash(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied\nmore")
 
-    monkeypatch.setattr("requant.validate.model_inputs.load_tokenizer", broken)
+    monkeypatch.setattr("requant.validate.model.load_tokenizer", broken)
     result = result_of(tmp_path, gate(tmp_path))
     assert result.status is Status.NOT_RUN
     assert result.reason.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")

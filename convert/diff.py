@@ -91,7 +91,7 @@ def compare(a: Catalogue, b: Catalogue, progress: Callable[[int], None] = lambda
 
 
 def _compare_weights(a: Catalogue, b: Catalogue, result: Diff, progress: Callable[[int], None]) -> None:
-    """Weights of which some tensor differs, as numbers; their tensors leave the other lists."""
+    """Weights of which some tensor differs, as numbers; those tensors are no longer missing, extra or reshaped."""
     open_names = {*result.missing, *result.extra, *result.changed, *(name for name, _, _ in result.reshaped)}
     try:
         left, right = ({w.module: w for w in recognise(c, "auto")[0].weights(c)} for c in (a, b))
@@ -113,7 +113,6 @@ def _compare_weights(a: Catalogue, b: Catalogue, result: Diff, progress: Callabl
     result.missing = [name for name in result.missing if name not in settled]
     result.extra = [name for name in result.extra if name not in settled]
     result.reshaped = [entry for entry in result.reshaped if entry[0] not in settled]
-    result.changed = {name: entry for name, entry in result.changed.items() if name not in settled}
 
 
 def _pairs(left: Mapping[str, SourceWeight], right: Mapping[str, SourceWeight]) -> Iterator[tuple[Selected, Selected]]:

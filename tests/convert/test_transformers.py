@@ -1,0 +1,48 @@
+"""transformers loads our compressed-tensors NVFP4 on the CPU, and its weights are our BF16 dequantization, bit for bit.
+
+Needs transformers and compressed-tensors, which requant itself never imports; they may live in another environment,
+whose Python REQUANT_TRANSFORMERS_PYTHON names.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LLAMA = Path(__file__).resolve().parent.parent / "goldens" / "modelopt" / "_src_llama_bf16"
+KEEP = {"match": "*", "to": "keep"}
+PYTHON = os.environ.get("REQUANT_TRANSFORMERS_PYTHON", "")
+HERE = all(importlib.util.find_spec(name) for name in ("transformers", "compressed_tensors"))
+
+PROGRAM = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+quantized, plain = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(
+    quantized, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(run_compressed=False)
+)
+other = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+theirs, ours = dict(model.named_parameters()), dict(other.named_parameters())
+wrong = {n: int((ours[n].view(torch.int16) != theirs[n].to(torch.bfloat16).view(torch.int16)).sum()) for n in ours}
+print(json.dumps({"compared": len(ours), "wrong": {n: c for n, c in wrong.items() if c}}))
+"""
+
+
+@pytest.mark.skipif(not (PYTHON or HERE), reason="needs transformers and compressed-tensors")
+@pytest.mark.parametrize("scale", ["nearest", "four-over-six"])
+def test_weights_in_transformers_are_our_bf16(kit, scale):
+    rules = [{"match": "*_proj", "to": "nvfp4", "scale": scale}, KEEP]
+    packed, _ = kit.convert(LLAMA, rules, output="packed", format="nvfp4-w4a16", layout="compressed-tensors")
+    plain, _ = kit.convert(packed, [{"match": "*", "to": "bf16"}], output="plain", format="bf16")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [PYTHON or sys.executable, "-c", PROGRAM, str(packed), str(plain)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    assert facts == {"compared": 21, "wrong": {}}

@@ -202,13 +202,14 @@ def _halves(
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Counts]:
     import torch
 
-    counts = torch.zeros(5, dtype=torch.int64, device=launch.device)
+    counts = torch.zeros(4, dtype=torch.int64, device=launch.device)
     out = [_outputs(codes, scales) for codes, scales in members]
     for (codes, scales), (new_codes, new_scales) in zip(members, out, strict=True):
         launch("repack_halves", codes, scales, scales.numel(), m, new_codes, new_scales, counts)
-    *found, impossible = _numbers(counts)
+    shifted, lossy, below, impossible = _numbers(counts)
     _refuse_impossible(impossible, m)
-    return out, Counts(*found)
+    exact = sum(scales.numel() for _, scales in out) - shifted - lossy
+    return out, Counts(exact, shifted, lossy, below)
 
 
 def _refuse_impossible(halves: int, m: int) -> None:

@@ -39,7 +39,8 @@ int requant_repack_window(const void* codes, const uint8_t* scales, size_t block
   return cudaGetLastError();
 }
 
-// Step 2. counts[5] is added to: exact, shifted, lossy, nonzero scales below 2^-6, impossible (m too small); in halves.
+// Step 2. counts[4] is added to, in halves: shifted, lossy, nonzero scales below 2^-6, impossible (m too small); the rest
+// is exact.
 int requant_repack_halves(const void* codes, const uint8_t* scales, size_t blocks, int m, void* out_codes,
                           void* out_scales, unsigned long long* counts, void* stream) {
   const RepackArgs args{static_cast<const uint4*>(codes), scales, static_cast<uint4*>(out_codes),
@@ -51,8 +52,8 @@ int requant_repack_halves(const void* codes, const uint8_t* scales, size_t block
 // hist[256][4][4][2] is added to: halves by E8M0 byte, exact halvings, exact doublings, live.
 int requant_half_census(const void* codes, const uint8_t* scales, size_t blocks, unsigned long long* hist,
                         void* stream) {
-  const unsigned grid = grid_for(blocks, 64);  // a CTA clears and flushes 32 KB: let it do enough between
-  census_kernel<<<grid, THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales, blocks, hist);
+  const unsigned most = 1024, grid = grid_for(blocks, 8);  // a CTA clears and flushes 32 KB: let it do enough between
+  census_kernel<<<grid < most ? grid : most, THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales, blocks, hist);
   return cudaGetLastError();
 }
 
@@ -66,7 +67,7 @@ int requant_lossy_error(const void* codes, const uint8_t* scales, size_t blocks,
 
 // amax[0] (a float's bits) is raised to the largest |w|; an infinity or a NaN makes it >= 0x7F800000.
 int requant_bf16_amax(const void* w, size_t blocks, unsigned* amax, void* stream) {
-  bf16_amax_kernel<<<grid_for(blocks, AMAX_UNROLL), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(w), blocks,
+  bf16_amax_kernel<<<grid_for(2 * blocks, AMAX_UNROLL), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(w), blocks,
                                                                                      amax);
   return cudaGetLastError();
 }

@@ -9,12 +9,6 @@
 
 #include "fp4_mma.cuh"
 
-#ifdef __CUDACC__
-#define RARE __host__ __device__ __noinline__  // keeps the way that nearly every block takes short
-#else
-#define RARE inline
-#endif
-
 namespace requant {
 
 constexpr int REPACK_UNROLL = 4;
@@ -22,8 +16,77 @@ constexpr int E8M0_BIAS = 127;
 constexpr unsigned DEAD_BYTE = 0x08;  // 2^-6: a scale that no kernel flushes
 constexpr int KEEP = 0, SHIFT = 1, LOSSY = 2, IMPOSSIBLE = 3;
 
+// --- tables, made by the compiler ------------------------------------------------------------------------------------
+
 // 2|value| of a magnitude code: 0 1 2 3 4 6 8 12, as nibbles of one word.
-FP4_HD int twice(unsigned magnitude) { return static_cast<int>(0xC8643210u >> (4 * magnitude) & 15); }
+constexpr int twice(unsigned magnitude) { return static_cast<int>(0xC8643210u >> (4 * magnitude) & 15); }
+
+constexpr int distance(int a, int b) { return a < b ? b - a : a - b; }
+
+// The magnitude code q that brings twice(q) * step nearest to `value`; a tie between neighbours goes to the even code.
+constexpr unsigned nearest(int value, int step) {
+  unsigned best = 0;
+  for (unsigned q = 1; q < 8; ++q) {
+    const int gain = distance(twice(best) * step, value) - distance(twice(q) * step, value);
+    if (gain > 0 || (gain == 0 && q % 2 == 0)) best = q;
+  }
+  return best;
+}
+
+struct Map {  // byte i: the new magnitude code of code i (0-3 in low), or whatever else belongs to it
+  uint32_t low, high;
+};
+
+// A lossy half under p = -9 - shift has a value of twice(code) half steps, and the byte's candidates are
+// twice(q) * byte << shift (E4M3 bytes up to 15 are multiples of 2^-9). Past 24 all rounds to zero, so 12 + 6 + 3 + 1
+// pairs of shift and byte are all there is to try; for each the compiler works out the nearest codes and their errors.
+
+struct Tables {
+  Map shifted[7];            // codes times 2^(i - 3)
+  Map fitted[22], error[22];  // by first[shift] + byte - 1; errors squared, in half source steps
+  int first[6];               // for shift 1..4; first[5] is the end
+};
+
+constexpr void put(Map& map, unsigned code, unsigned value) {
+  (code < 4 ? map.low : map.high) |= value << (8 * (code % 4));
+}
+
+constexpr Tables make_tables() {
+  Tables made{};
+  for (int shift = -3; shift <= 3; ++shift)
+    for (unsigned code = 0; code < 8; ++code) {
+      const int moved = shift >= 0 ? twice(code) << shift : twice(code) >> -shift;
+      for (unsigned q = 1; q < 8; ++q)
+        if (twice(q) == moved) put(made.shifted[shift + 3], code, q);  // read only where the shift is exact
+    }
+  for (int shift = 1; shift <= 4; ++shift) {
+    made.first[shift + 1] = made.first[shift] + (24 >> shift);
+    for (int byte = 1; byte << shift <= 24; ++byte)
+      for (unsigned code = 0; code < 8; ++code) {
+        const int at = made.first[shift] + byte - 1, step = byte << shift;
+        const unsigned q = nearest(twice(code), step);
+        const int miss = distance(twice(code), twice(q) * step);
+        put(made.fitted[at], code, q);
+        put(made.error[at], code, static_cast<unsigned>(miss * miss));
+      }
+  }
+  return made;
+}
+
+constexpr Tables HOST_TABLES = make_tables();
+#ifdef __CUDACC__
+__device__ const Tables DEVICE_TABLES = make_tables();
+#endif
+
+FP4_HD const Tables& tables() {
+#ifdef __CUDA_ARCH__
+  return DEVICE_TABLES;
+#else
+  return HOST_TABLES;
+#endif
+}
+
+// --- the rules -------------------------------------------------------------------------------------------------------
 
 // How often every nonzero magnitude of 16 codes halves and doubles exactly; 0, 0 where all are zero.
 struct Limits {
@@ -60,77 +123,83 @@ FP4_HD Settled settle(int p, const Limits& found) {
 
 FP4_HD unsigned pow2_byte(int p) { return p >= -6 ? static_cast<unsigned>(p + 7) << 3 : 1u << (p + 9); }
 
-// An E4M3 byte's value in units of 2^-9.
-FP4_HD int steps_of(int byte) { return byte < 8 ? byte : (8 + (byte & 7)) << ((byte >> 3) - 1); }
+// Four magnitudes (nibbles of `select`, bit 3 clear) through a map: four bytes.
+FP4_HD uint32_t look_up(const Map& map, uint32_t select) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(map.low, map.high, select);
+#else
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = select >> (4 * i) & 7;
+    bytes |= ((code < 4 ? map.low : map.high) >> (8 * (code % 4)) & 0xFF) << (8 * i);
+  }
+  return bytes;
+#endif
+}
 
-// All 16 magnitudes times 2^shift, exactly; signs kept.
-RARE uint64_t shift_codes(uint64_t half, int shift) {
+// All 16 magnitudes through a map; signs kept.
+FP4_HD uint64_t map_codes(uint64_t half, const Map& map) {
   uint64_t out = half & 0x8888888888888888ull;
-  for (int i = 0; i < 16; ++i) {
-    const int value = twice(static_cast<unsigned>(half >> (4 * i)) & 7);
-    const int moved = shift >= 0 ? value << shift : value >> -shift;
-    unsigned code = 0;
-    for (unsigned q = 1; q < 8; ++q) code = twice(q) == moved ? q : code;
-    out |= static_cast<uint64_t>(code) << (4 * i);
+  FP4_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    uint32_t bytes = look_up(map, static_cast<uint32_t>(half >> (16 * i)) & 0x7777u);
+    bytes |= bytes >> 4;
+    out |= static_cast<uint64_t>((bytes & 0xFF) | (bytes >> 8 & 0xFF00)) << (16 * i);
   }
   return out;
 }
 
-// The magnitude code q that brings twice(q) * step nearest to `value`; a tie between neighbours goes to the even code.
-RARE int nearest(int value, int step) {
-  int best = 0;
-  for (int q = 1; q < 8; ++q) {
-    const int gain = abs(twice(best) * step - value) - abs(twice(q) * step - value);
-    if (gain > 0 || (gain == 0 && (q & 1) == 0)) best = q;
+FP4_HD uint32_t count_bits(uint64_t mask) {
+#ifdef __CUDA_ARCH__
+  return static_cast<uint32_t>(__popcll(static_cast<long long>(mask)));
+#else
+  return static_cast<uint32_t>(__builtin_popcountll(mask));
+#endif
+}
+
+// Sum of products of four unsigned bytes.
+FP4_HD uint32_t dot_unsigned(uint32_t a, uint32_t b, uint32_t sum) {
+#ifdef __CUDA_ARCH__
+  return __dp4a(a, b, sum);
+#else
+  for (int i = 0; i < 4; ++i) sum += (a >> (8 * i) & 0xFF) * (b >> (8 * i) & 0xFF);
+  return sum;
+#endif
+}
+
+struct Fit {
+  uint32_t byte, error;
+  int at;  // in the tables; -1: every code becomes zero
+};
+
+// Least squares for a lossy half, p < -9; the smallest byte wins a tie (repack_jit._fit).
+FP4_HD Fit fit(uint64_t half, int p) {
+  constexpr uint64_t ONES = 0x1111111111111111ull;
+  const uint64_t b0 = half & ONES, b1 = half >> 1 & ONES, b2 = half >> 2 & ONES;
+  const uint32_t low = count_bits(b0 & ~b1 & ~b2) << 8 | count_bits(b1 & ~b0 & ~b2) << 16 |
+                       count_bits(b0 & b1 & ~b2) << 24;  // of a zero nothing is lost
+  const uint32_t high = count_bits(b2 & ~b0 & ~b1) | count_bits(b2 & b0 & ~b1) << 8 | count_bits(b2 & b1 & ~b0) << 16 |
+                        count_bits(b2 & b1 & b0) << 24;
+  Fit best{DEAD_BYTE, dot_unsigned(low, 0x09040100u, dot_unsigned(high, 0x90402410u, 0)), -1};  // squares of twice()
+  const int shift = -9 - p < 5 ? -9 - p : 5;
+  if (shift == 5) return best;
+  const int first = tables().first[shift], end = tables().first[shift + 1];
+  for (int at = first; at < end; ++at) {
+    const Map error = tables().error[at];
+    const uint32_t sum = dot_unsigned(low, error.low, dot_unsigned(high, error.high, 0));
+    if (sum < best.error) best = {static_cast<uint32_t>(at - first + 1), sum, at};
   }
   return best;
 }
 
-struct Fit {
-  int byte;
-  long long error;
-};
-
-// Least squares for a lossy half, p < -9; see repack_jit._fit for the units and why the search is short.
-RARE Fit fit(uint64_t half, int p) {
-  int count[8] = {};
-  for (int i = 0; i < 16; ++i) ++count[half >> (4 * i) & 7];
-  long long least = 0;
-  for (int code = 0; code < 8; ++code) least += count[code] * twice(code) * twice(code);
-  int best = DEAD_BYTE;
-  const int shift = -9 - p < 6 ? -9 - p : 6;
-  for (int byte = 1; byte < 0x7F; ++byte) {
-    const int step = steps_of(byte) << shift;
-    if (step > 24) break;
-    long long error = 0;
-    for (int code = 0; code < 8; ++code) {
-      const int miss = twice(code) - twice(nearest(twice(code), step)) * step;
-      error += count[code] * miss * miss;
-    }
-    if (error < least) least = error, best = byte;
-  }
-  return {best, least};
-}
-
-RARE uint64_t fit_codes(uint64_t half, int byte, int p) {
-  const int step = steps_of(byte) << (-9 - p < 6 ? -9 - p : 6);
-  uint64_t out = half & 0x8888888888888888ull;
-  for (int i = 0; i < 16; ++i)
-    out |= static_cast<uint64_t>(nearest(twice(static_cast<unsigned>(half >> (4 * i)) & 7), step)) << (4 * i);
-  return out;
-}
-
-struct Tally {
-  unsigned exact = 0, shifted = 0, lossy = 0, below = 0, impossible = 0;
+struct Tally {  // halves; those that are in none of these kept codes and value
+  unsigned shifted = 0, lossy = 0, below = 0, impossible = 0;
 };
 
 // One half by the table of repack_jit.py; returns its scale byte and rewrites its codes.
-RARE unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
+FP4_HD unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
   const Limits found = limits_of(half);
-  if (!found.live) {
-    ++tally.exact;
-    return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
-  }
+  if (!found.live) return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
   const Settled way = settle(p, found);
   unsigned byte;
   if (way.kind == IMPOSSIBLE) {
@@ -138,16 +207,15 @@ RARE unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) 
     return DEAD_BYTE;
   }
   if (way.kind == LOSSY) {
-    byte = static_cast<unsigned>(fit(half, p).byte);
-    half = fit_codes(half, static_cast<int>(byte), p);
+    const Fit best = fit(half, p);
+    byte = best.byte;
+    half = best.at < 0 ? half & 0x8888888888888888ull : map_codes(half, tables().fitted[best.at]);
     ++tally.lossy;
   } else {
     byte = pow2_byte(way.exponent);
     if (way.kind == SHIFT) {
-      half = shift_codes(half, way.shift);
+      half = map_codes(half, tables().shifted[way.shift + 3]);
       ++tally.shifted;
-    } else {
-      ++tally.exact;
     }
   }
   tally.below += byte < 8;
@@ -198,7 +266,6 @@ FP4_UNROLL
       const bool dead = ((codes[i].x | codes[i].y | codes[i].z | codes[i].w) & 0x77777777u) == 0;
       if (p >= -6 && p <= 8) {
         low = high = dead ? DEAD_BYTE : pow2_byte(p);
-        tally.exact += 2;
       } else {
         uint64_t a = half_of(codes[i], 0), b = half_of(codes[i], 1);
         low = settle_half(a, p, dead, tally);
@@ -211,11 +278,10 @@ FP4_UNROLL
     args.out_scales[block] = static_cast<uint16_t>(low | high << 8);
   }
   if constexpr (!WINDOW) {
-    add_to(args.counts + 0, tally.exact);
-    add_to(args.counts + 1, tally.shifted);
-    add_to(args.counts + 2, tally.lossy);
-    add_to(args.counts + 3, tally.below);
-    add_to(args.counts + 4, tally.impossible);
+    add_to(args.counts + 0, tally.shifted);  // rare: an addition per warp to one address would cost more than the rest
+    add_to(args.counts + 1, tally.lossy);
+    add_to(args.counts + 2, tally.below);
+    add_to(args.counts + 3, tally.impossible);
   }
 }
 

@@ -75,7 +75,7 @@ def halves(span: int):
     def make(library, n: int, k: int, seed: int):
         codes, scales = random_mxfp4(n, k, span, seed)
         out = torch.empty_like(codes), torch.empty((n, k // 16), dtype=torch.uint8, device="cuda")
-        counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+        counts = torch.zeros(4, dtype=torch.int64, device="cuda")
         pointers = (out[0].data_ptr(), out[1].data_ptr(), counts.data_ptr())
         arguments = (codes.data_ptr(), scales.data_ptr(), scales.numel(), -14, *pointers)
         keep = (codes, scales, out, counts)

@@ -5,14 +5,19 @@
 #
 #   tests/gpu/run.sh OUT COMMIT [WORK]     results in OUT (to be committed under docs/), checkpoints (12 GB) in WORK
 #
-# GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage (default: 32).
+# STEPS chooses among doctor, quantizers, deepseek-v4, gpt-oss and tests (default: all, in that order; the first four take
+# about two minutes on an H200). GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage
+# (default: 32).
 #
 # Each step has its own time limit and goes on after a failure; the last lines say what failed. Exit status: failures.
 set -uo pipefail
 out=$1 commit=$2 work=${3:-$(mktemp -d)}
 failures=0
+steps=" ${STEPS:-doctor quantizers deepseek-v4 gpt-oss tests} "
 mkdir -p "$out" "$work"
 requant() { python3 -P -m requant.convert.cli "$@"; } # -P: the folder `convert` here is not the package
+
+wanted() { [[ $steps == *" $1 "* ]]; }
 
 step() { # step NAME SECONDS COMMAND...
   local name=$1 limit=$2 begin status
@@ -32,13 +37,8 @@ step() { # step NAME SECONDS COMMAND...
   "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version | tail -n 2
 } >"$out/machine.txt" 2>&1
 
-step doctor 60 python3 -P -m requant.convert.cli doctor
-step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
-
-# shellcheck disable=SC2086  # several paths
-step tests 300 python3 -P -m pytest -q -m gpu -p no:cacheprovider --override-ini addopts= --import-mode=importlib \
-  --strict-markers ${GPU_TESTS:-tests}
-tail -n 3 "$out/tests.txt"
+wanted doctor && step doctor 60 python3 -P -m requant.convert.cli doctor
+wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
 
 # The numerics stage reads 8 GB in exact arithmetic and has its own tests: here only the kernels are judged (exit 5: the
 # stages left out are `not run`, so this is no sign-off).
@@ -51,17 +51,22 @@ print("GATE kernels:", gate["status"], "on", gate["measured_on"])
 sys.exit(gate["status"] != "passed")' "$1/requant.signoff.json"
 }
 
-if [ ! -e "$work/ds" ]; then
-  python3 tests/bench/make_checkpoint.py "$work/ds" --gb 3.7
-  python3 tests/gpu/make_gpt_oss.py "$work/go"
-fi
 export -f judge requant
+wanted deepseek-v4 && [ ! -e "$work/ds" ] && python3 tests/bench/make_checkpoint.py "$work/ds" --gb 3.7
+wanted gpt-oss && [ ! -e "$work/go" ] && python3 tests/gpu/make_gpt_oss.py "$work/go"
 for model in deepseek-v4:deepseek-v4-flash:ds gpt-oss:gpt-oss-120b:go; do
   IFS=: read -r name manifest source <<<"$model"
+  wanted "$name" || continue
   step "$name-run" 120 python3 -P -m requant.convert.cli run "$manifest" --quiet --set "source.path=$work/$source" \
     --set "target.output=$work/$name-nvfp4"
   step "$name-bench" 120 python3 -P -m requant.convert.cli bench "$work/$name-nvfp4" --quiet --out "$out/$name"
   step "$name-kernels" 120 bash -c "judge '$work/$name-nvfp4' ${CHECKED:-32}"
 done
+if wanted tests; then
+  # shellcheck disable=SC2086  # several paths
+  step tests 400 python3 -P -m pytest -q -m gpu -p no:cacheprovider --override-ini addopts= --import-mode=importlib \
+    --strict-markers --durations=10 ${GPU_TESTS:-tests}
+  tail -n 3 "$out/tests.txt"
+fi
 echo "failures: $failures"
 exit "$failures"

@@ -4,7 +4,7 @@
 
 using namespace requant;
 
-// counts: exact, shifted, lossy, below 2^-6, impossible
+// counts: shifted, lossy, below 2^-6, impossible
 extern "C" void host_repack(int blocks, const uint8_t* codes, const uint8_t* scales, int m, uint8_t* out_codes,
                             uint8_t* out_scales, long long* counts) {
   for (int i = 0; i < blocks; ++i) {
@@ -16,8 +16,7 @@ extern "C" void host_repack(int blocks, const uint8_t* codes, const uint8_t* sca
     for (int half = 0; half < 2; ++half)
       out_scales[2 * i + half] = static_cast<uint8_t>(settle_half(halves[half], p, dead, tally));
     memcpy(out_codes + 16 * i, halves, 16);
-    counts[0] += tally.exact, counts[1] += tally.shifted, counts[2] += tally.lossy, counts[3] += tally.below;
-    counts[4] += tally.impossible;
+    counts[0] += tally.shifted, counts[1] += tally.lossy, counts[2] += tally.below, counts[3] += tally.impossible;
   }
 }
 

@@ -242,3 +242,121 @@ def test_the_same_codes_under_e8m0_scales_are_the_same_numbers():
     exponent = torch.randint(1, 15, (8, 4), device="cuda", dtype=torch.uint8).repeat_interleave(2, dim=1)
     nvfp4 = Fp4Tensor.weight(codes, (exponent << 3).contiguous(), 2.0**-5)
     assert torch.equal(decode(nvfp4), decode(as_mxfp4(nvfp4)))
+
+
+# --- the GPU harness with its kernels played by float64 on the CPU ----------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """speed_gpu on the CPU: `timed` calls each launch once; the W4A16 kernels are float64, and may be spoilt."""
+    from types import SimpleNamespace
+
+    from requant.validate import speed_gpu
+
+    state = SimpleNamespace(spoil=lambda y: y, launches=[], module=speed_gpu)
+
+    def timed(calls, launches=48):
+        for call in calls:
+            call()
+        state.launches.append(len(calls))
+        return 10.0, 0.5
+
+    def packed(codes, scales, scale, fmt):
+        from requant.kernels.w4a4_operands import Fp4Tensor
+
+        if fmt is NumberFormat.MXFP4:
+            return Fp4Tensor(fmt, codes, scales, None)
+        return Fp4Tensor(fmt, codes, scales, torch.as_tensor(scale).reshape(-1))
+
+    def dense(x, codes, scales, scale, *, fmt, out, constant_weights, path):
+        w = speed_gpu.decode(packed(codes, scales, scale, fmt))
+        out.copy_(state.spoil((x.double() @ w.T).bfloat16()))
+
+    def route_experts(ids, experts):
+        return ids
+
+    def moe(x, codes, scales, scale, *, fmt, routing, out):
+        w = packed(codes, scales, scale, fmt)
+        for token, row in enumerate(routing.tolist()):
+            for slot, expert in enumerate(row):
+                out[token, slot] = (x[token].double() @ speed_gpu.decode(w, expert).T).bfloat16()
+        out.copy_(state.spoil(out))
+
+    monkeypatch.setattr(speed_gpu, "_DEVICE", "cpu")
+    monkeypatch.setattr(speed_gpu, "timed", timed)
+    monkeypatch.setattr(speed_gpu, "copies_past_l2", lambda nbytes: 3)
+    monkeypatch.setattr(
+        speed_gpu, "w4a16", SimpleNamespace(w4a16_matmul=dense, w4a16_moe=moe, route_experts=route_experts)
+    )
+    return state
+
+
+def fp4(rng, *shape):
+    from requant.kernels.w4a4_operands import Fp4Tensor
+
+    *lead, n, k = shape
+    codes = torch.from_numpy(rng.integers(0, 256, (*lead, n, k // 2), dtype=np.uint8))
+    scales = torch.from_numpy((rng.integers(1, 15, (*lead, n, k // 32)) << 3).astype(np.uint8)).repeat_interleave(2, -1)
+    return Fp4Tensor.weight(codes, scales.contiguous(), torch.full((lead[0] if lead else 1,), 2.0**-7))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_dense_product_is_rotated_and_checked(played, tokens):
+    from requant.kernels.dispatch import Path as KernelPath
+
+    weight = fp4(np.random.default_rng(0), 24, 64)
+    measured = played.module.time_fp4(KernelPath.W4A16, weight, tokens, 0)
+    assert (measured.us, measured.spread_us, measured.touched) == (10.0, 0.5, 1.0)
+    assert 0 < measured.of_bound <= 1
+    assert played.launches == [3], "three copies take turns"
+    assert played.module.Bf16(weight).time(tokens, 0).us == 10.0
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (6, 2), (3, 4)])
+def test_a_grouped_product_is_rotated_and_checked(played, tokens, top_k):
+    from requant.kernels.dispatch import Path as KernelPath
+
+    weight = fp4(np.random.default_rng(1), 4, 16, 64)
+    weight.global_scale[:] = torch.tensor([1.0, 2.0, 4.0, 8.0])  # of each expert its own
+    measured = played.module.time_fp4(KernelPath.W4A16, weight, tokens, top_k)
+    assert 0 < measured.of_bound <= 1
+    assert top_k <= measured.touched <= min(4, tokens * top_k)
+    assert played.launches == [3]
+    bf16 = played.module.Bf16(weight).time(tokens, top_k)
+    assert bf16.touched == measured.touched, "the same routings"
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (4, 16, 64)])
+def test_an_output_nobody_wrote_and_a_wrong_one_are_found(played, shape):
+    from requant.kernels.dispatch import Path as KernelPath
+
+    weight = fp4(np.random.default_rng(2), *shape)
+
+    def one_off(y):
+        y = y.clone()
+        y.view(-1)[-1] *= 1.02
+        return y
+
+    for spoil in (lambda y: torch.full_like(y, torch.nan), one_off, lambda y: y.roll(1, -1)):
+        played.spoil = spoil
+        assert played.module.time_fp4(KernelPath.W4A16, weight, 2, 2).of_bound > 1
+
+
+def test_the_sources_format_holds_the_same_numbers_where_scales_are_powers_of_two(played):
+    weight = fp4(np.random.default_rng(3), 4, 16, 64)
+    weight.global_scale[:] = torch.tensor([1.0, 0.5, 4.0, 2.0**-20])
+    source = played.module.as_mxfp4(weight)
+    assert source.format is NumberFormat.MXFP4
+    for expert in range(4):
+        assert torch.equal(played.module.decode(weight, expert), played.module.decode(source, expert))
+    odd = fp4(np.random.default_rng(3), 4, 64)
+    assert played.module.as_mxfp4(replace(odd, codes=odd.codes[:, :24], scales=odd.scales[:, :3])) is None
+
+
+def test_a_routing_names_distinct_experts_and_is_seeded(played):
+    ids = played.module.random_routing(50, 8, 3, seed=4)
+    assert ids.dtype == torch.int32
+    assert all(len(set(row)) == 3 and set(row) <= set(range(8)) for row in ids.tolist())
+    assert torch.equal(ids, played.module.random_routing(50, 8, 3, seed=4))
+    assert not torch.equal(ids, played.module.random_routing(50, 8, 3, seed=5))

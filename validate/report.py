@@ -111,12 +111,56 @@ def tables_of(signoff: SignOff) -> list[Table]:
         tables += _runtimes(contract)
     if numerics is not None and "totals" in numerics.data:
         tables += [_weights(numerics), *_worst(numerics)]
+    model = signoff.stage("model")
+    if model is not None:
+        tables += _model(model)
     kernels, speed = signoff.stage("kernels"), signoff.stage("speed")
     if kernels is not None:
         tables += _kernels(kernels)
     if speed is not None:
         tables += _speed(speed)
     return tables
+
+
+def _model(stage: StageResult) -> list[Table]:
+    """The model against its source, each figure with its error and the bound it was held to."""
+    data = stage.data
+    kl, perplexity, agreement = (object_of(data.get(key)) for key in ("kl", "perplexity", "top1_agreement"))
+    greedy, answers, limits = (object_of(data.get(key)) for key in ("greedy", "answers", "limits"))
+    if not kl:
+        return []
+    bounds = {key: "-" if limits.get(key) is None else f"{_float(limits, key):g}" for key in limits}
+    interval = f"{_float(perplexity, 'ratio_low'):.4f} to {_float(perplexity, 'ratio_high'):.4f}"
+    rows = [
+        ("KL on the text, mean", f"{_float(kl, 'mean'):.5g}", _error(kl), bounds.get("max_kl", "-")),
+        ("KL on the text, 99% of positions below", f"{_float(kl, 'p99'):.5g}", "", "-"),
+        ("same first token", f"{100 * _float(agreement, 'mean'):.2f}%", _error(agreement, 100), "-"),
+        (
+            "perplexity of the source",
+            f"{_float(perplexity, 'source'):.3f}",
+            _error(perplexity, 1, "source_stderr"),
+            "-",
+        ),
+        ("perplexity", f"{_float(perplexity, 'target'):.3f}", _error(perplexity, 1, "target_stderr"), "-"),
+        ("ratio of perplexities", f"{_float(perplexity, 'ratio'):.4f}", interval, bounds.get("max_ppl_ratio", "-")),
+    ]
+    if greedy:
+        steps = f"of {_int(greedy, 'prompts')} ({greedy.get('of')}), {_int(greedy, 'steps')} steps"
+        wanted = "all" if limits.get("identical_greedy") else "-"
+        rows.append(("greedy continuations identical", f"{_int(greedy, 'identical')}", steps, wanted))
+    if answers:
+        rows.append(("KL along the source's answers, mean", f"{_float(answers, 'kl_mean'):.5g}", "", rows[0][3]))
+    text = object_of(data.get("text"))
+    note = f"{_int(data, 'tokens'):,} tokens of {text.get('file')}, {_int(data, 'sequence_length')} in a row"
+    note += f"; {data.get('path')}; bounds: {limits.get('origin', 'not judged')}."
+    if not data.get("complete"):
+        note += " Incomplete: the stage broke off."
+    columns = ("", "value", "error, interval", "bound")
+    return [Table("Model against its source", columns, tuple(rows), frozenset({1}), note)]
+
+
+def _error(row: Mapping[str, JSON], factor: float = 1, key: str = "stderr") -> str:
+    return f"+- {factor * _float(row, key):.3g}" if _is_number(row.get(key)) else ""
 
 
 def _kernels(stage: StageResult) -> list[Table]:

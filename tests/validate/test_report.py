@@ -121,3 +121,40 @@ def test_encodings_of_plain_weights_show_sqnr_and_no_window() -> None:
     lines = [" ".join(line.split()) for line in render_text(sign_off(GOLDENS, None, [numerics])).splitlines()]
     assert f"least SQNR of a tensor {numerics.data['totals']['min_sqnr_db']:.2f} dB" in lines
     assert not any("octaves (" in line or line.startswith("blocks of 16") for line in lines)
+
+
+MODEL = {
+    "complete": True,
+    "tokens": 2048,
+    "sequence_length": 512,
+    "text": {"file": "botchan.txt"},
+    "path": "CPU reference",
+    "kl": {"mean": 0.2554, "stderr": 0.0258, "p99": 2.1},
+    "top1_agreement": {"mean": 0.7314, "stderr": 0.0117},
+    "perplexity": {
+        "source": 33.1188,
+        "source_stderr": 3.7,
+        "target": 41.7767,
+        "target_stderr": 4.9,
+        "ratio": 1.2614,
+        "ratio_low": 1.198,
+        "ratio_high": 1.3282,
+    },
+    "greedy": {"prompts": 8, "of": "chat prompts", "steps": 64, "identical": 1},
+    "answers": {"kl_mean": 0.2599},
+    "limits": {"max_kl": 0.3, "max_ppl_ratio": 1.35, "identical_greedy": False, "origin": "default"},
+}
+
+
+def test_the_model_is_shown_with_errors_and_bounds() -> None:
+    stage = StageResult("model", Status.PASSED, "fine", data=MODEL)
+    text = render_markdown(sign_off(GOLDENS / "llama_mxfp4", None, [stage]))
+    assert "| KL on the text, mean | 0.2554 | +- 0.0258 | 0.3 |" in text
+    assert "| same first token | 73.14% | +- 1.17 | - |" in text
+    assert "| ratio of perplexities | 1.2614 | 1.1980 to 1.3282 | 1.35 |" in text
+    assert "| greedy continuations identical | 1 | of 8 (chat prompts), 64 steps | - |" in text
+    assert "2,048 tokens of botchan.txt" in text
+    broken = StageResult("model", Status.NOT_RUN, "MemoryError", data={**MODEL, "complete": False, "limits": {}})
+    text = render_markdown(sign_off(GOLDENS / "llama_mxfp4", None, [broken]))
+    assert "Incomplete: the stage broke off." in text
+    assert "not judged" in text

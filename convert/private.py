@@ -40,6 +40,7 @@ LOCATIONS: Final = (
     ("activations", "input_scale", "from"),
     ("activations", "calibrate", "text"),
     ("validate", "model", "text"),
+    ("validate", "model", "prompts"),
 )
 """Every key of a manifest whose value is a place on this machine (a test compares this with the schema)."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from ..formats import NumberFormat
+from requant.kernels.formats import NumberFormat
 
 if TYPE_CHECKING:
     from torch import Tensor

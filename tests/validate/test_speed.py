@@ -127,6 +127,32 @@ def test_bad_requests(no_gpu):
             run_bench(LLAMA, tokens, device, path)
 
 
+def test_the_command_prints_writes_and_exits(no_gpu, tmp_path, capsys, monkeypatch):
+    from requant.convert.cli import main
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", *arguments, "--quiet"])
+        return stop.value.code or 0, capsys.readouterr()
+
+    code, said = command(str(LLAMA), "--tokens", "1,2", "--format", "json", "--out", str(tmp_path / "b"))
+    assert code == 0
+    printed = json.loads(said.out)
+    assert [p["tokens"] for p in printed["points"]] == [1, 2] * 4
+    assert json.loads((tmp_path / "b" / "bench.json").read_text())["points"] == printed["points"]
+    assert "no plot: a CPU's times have no roofline" in said.err
+    assert command(str(tmp_path / "absent"))[0] == 3
+    assert command(str(LLAMA), "--path", "w4a16")[0] == 6
+    assert command(str(LLAMA), "--device", "gpu")[0] == 2
+    wrong = replace(bench_kernels(LLAMA, tokens=(1,)).points[0], of_bound=9.0)
+    monkeypatch.setattr(
+        "requant.validate.speed_report.bench_kernels",
+        lambda *a, **k: replace(gpu_bench(), on_gpu=False, points=(wrong,)),
+    )
+    code, said = command(str(LLAMA))
+    assert (code, "1 timed outputs are beyond their bound" in said.err) == (5, True)
+
+
 # --- the speed stage ------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ folder, save for the Hub cache's own links from `snapshots/<commit>` into `blobs
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,9 @@ from requant.manifests.errors import SourceError
 __all__ = ["Catalogue", "open_checkpoint", "read_json"]
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
+GGUF_SUFFIX: Final = ".gguf"
+SPLIT_GGUF: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+"""Parts of one model, as llama.cpp's gguf-split names them."""
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SKIPPED_FOLDERS: Final = {".cache", ".git", "__pycache__", ".requant", ".requant-local", "original", "metal"}
 """Caches, and the producer's second copy of the weights (`original/`, `metal/` of gpt-oss and Llama)."""
@@ -96,7 +100,8 @@ def open_checkpoint(root: Path) -> Catalogue:
     _check_config(config)
     index = _index_file(root)
     files, weight_map = _weight_files(root, index)
-    shards = tuple(read_shard_header(_resolve(root, file), file) for file in files)
+    left_out: list[tuple[str, str]] = []
+    shards = tuple(_read_shard(_resolve(root, file), file, left_out) for file in files)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for tensor in shard.tensors:
@@ -113,6 +118,7 @@ def open_checkpoint(root: Path) -> Catalogue:
     if not tensors:
         raise SourceError("holds no tensor", where=str(root), hint="is this the right folder?")
     sidecars, ignored = _sidecars(root, {*files, *([index] if index else [])})
+    ignored = (*ignored, *left_out)
     quant_path = root / "hf_quant_config.json"
     return Catalogue(
         root=root,
@@ -124,6 +130,17 @@ def open_checkpoint(root: Path) -> Catalogue:
         hf_quant_config=read_json(_resolve(root, quant_path.name), quant_path.name) if quant_path.exists() else None,
         total_bytes=sum(t.nbytes for t in tensors.values()),
     )
+
+
+def _read_shard(path: Path, file: str, left_out: list[tuple[str, str]]) -> Shard:
+    """The header of a shard of either container; what it holds and the checkpoint does not goes to left_out."""
+    if not file.endswith(GGUF_SUFFIX):
+        return read_shard_header(path, file)
+    from requant.convert.gguf_source import read_gguf
+
+    shard, ignored = read_gguf(path, file)
+    left_out += ignored
+    return shard
 
 
 def _index_file(root: Path) -> str | None:
@@ -161,6 +178,14 @@ def _weight_files(root: Path, index: str | None) -> tuple[list[str], dict[str, s
                 )
         return sorted(files), mapping
     shards = sorted(p.name for p in root.glob("*.safetensors"))
+    ggufs = sorted(p.name for p in root.glob(f"*{GGUF_SUFFIX}"))
+    if not shards and ggufs:
+        parts = [name for name in ggufs if SPLIT_GGUF.search(name)]
+        if len(ggufs) > 1 and len(parts) != len(ggufs):
+            raise SourceError(
+                f"{len(ggufs)} GGUF files: {', '.join(ggufs[:4])}", where=str(root), hint="keep the one that is meant"
+            )
+        return ggufs, None
     if not shards:
         pickles = sorted(p.name for p in root.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:

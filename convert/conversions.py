@@ -64,7 +64,8 @@ class Conversion(NamedTuple):
 def is_copy(conversion: Conversion) -> bool:
     """BF16 that is to become BF16 is copied."""
     weight = conversion.weight
-    return conversion.target == "bf16" and weight.format == "plain" and weight.codes.dtype == "BF16"
+    stored = weight.format == "plain" and weight.codes.dtype == "BF16" and not weight.more.rotary
+    return conversion.target == "bf16" and stored
 
 
 def settle(
@@ -173,6 +174,12 @@ def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: st
 def _refuse_kept_packed(weight: SourceWeight, manifest: Manifest, layout: str) -> None:
     """Outside the DeepSeek-V4 hybrid no target metadata can say `these layers are still in the source's format`."""
     hybrid = layout == "deepseek-v4" and manifest.target.format != "bf16"
+    if weight.more.rotary:
+        raise UsageError(
+            "has its rows in llama.cpp's order, and a copy would keep them so",
+            where=weight.module,
+            hint="let a rule with `to: bf16` match this module: it puts them back",
+        )
     if weight.format == "plain" or hybrid:
         return
     target = manifest.target.format

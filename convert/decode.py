@@ -284,6 +284,16 @@ def _turned_int4(weight: SourceWeight, at: int, step: int, count: int, files: Op
     return out
 
 
+def _gguf(weight: SourceWeight, at: int, step: int, count: int, files: Opened) -> Weight:
+    """ggml's blocks, by the package gguf."""
+    from gguf import GGMLQuantizationType, quants
+
+    rows = code_rows(weight, at, step, count)
+    raw = np.ascontiguousarray(read_rows(rows, files.source(weight.codes.file), 0, count))
+    kind = GGMLQuantizationType[weight.codes.dtype.partition(":")[2]]
+    return _unrotated(weight, np.asarray(quants.dequantize(raw, kind), dtype=np.float32))
+
+
 def _order(weight: SourceWeight, files: Opened, groups: int) -> NDArray[np.int64]:
     """[K]: the group of each input channel. SourceError for one that does not exist."""
     tensor = weight.more.order
@@ -321,4 +331,5 @@ _READERS: Final = {
     "int4": _int4,
     "gptq": _turned_int4,
     "awq": _turned_int4,
+    "gguf": _gguf,
 }

@@ -8,6 +8,7 @@
 | compressed-tensors | `X.weight_packed` + `X.weight_scale`: MXFP4, NVFP4, INT4; `X.weight`: FP8 | Kimi-K2, Kimi-K3 |
 | quark, modelopt    | `X.weight` + `X.weight_scale`: MXFP4, NVFP4, FP8                         | Quark, modelopt |
 | gptq, awq          | `X.qweight`, `X.qzeros`, `X.scales`                                      | GPTQ, AWQ |
+| gguf               | ggml's blocks, under the names of the Hugging Face model                 | llama.cpp |
 | plain              | `X.weight` BF16, F16 or F32 [N, K]; stacked experts without `.weight`    | the rest |
 
 Every layout also yields the plain weights that no packed weight has claimed.
@@ -21,6 +22,7 @@ from typing import Final
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import SourceWeight
 from requant.convert.layouts.checks import FLOATS, check_mxfp4
+from requant.convert.layouts.gguf import Gguf
 from requant.convert.layouts.integers import Awq, Gptq
 from requant.convert.layouts.layout import Layout
 from requant.convert.layouts.suffixed import CompressedTensors, DeepSeekV3, ModelOpt, Quark, block_size, fp8_weight
@@ -140,6 +142,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
         ModelOpt(),
         Gptq(),
         Awq(),
+        Gguf(),
         Plain(),
     )
 }

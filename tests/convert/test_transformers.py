@@ -42,7 +42,7 @@ def test_weights_in_transformers_are_our_bf16(kit, scale):
     plain, _ = kit.convert(packed, [{"match": "*", "to": "bf16"}], output="plain", format="bf16")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [PYTHON or sys.executable, "-c", PROGRAM, str(packed), str(plain)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     assert facts == {"compared": 21, "wrong": {}}

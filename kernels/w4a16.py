@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
-from . import w4a16_configs as configs
-from . import w4a16_library as lib
-from .formats import NumberFormat
+from requant.kernels import w4a16_configs as configs
+from requant.kernels import w4a16_library as lib
+from requant.kernels.formats import NumberFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,7 @@ def w4a16_matmul(
     if m == 0 or n == 0:
         return out
     if _use_triton(path):
-        from .triton.w4a16 import matmul
+        from requant.kernels.triton.w4a16 import matmul
 
         return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
     library, capability, processors = _device(codes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .formats import NumberFormat
+from requant.kernels.formats import NumberFormat
 
 __all__ = ["MAX_TOKENS", "WIDTHS", "Config", "alignment", "choose", "choose_grouped", "shared_bytes", "width_for"]
 

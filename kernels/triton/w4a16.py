@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-
 from requant.kernels.formats import NumberFormat
 
 if TYPE_CHECKING:

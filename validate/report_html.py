@@ -118,7 +118,7 @@ def _sections(signoff: SignOff) -> list[Section]:
     if kernels is not None and kernels.data:
         sections.append(_kernels(kernels, tables))
     if model is not None and model.data:
-        sections.append(_model(model))
+        sections.append(_model(model, tables))
     if speed is not None and speed.data:
         sections.append(_speed(speed, tables))
     if serving is not None and serving.data:
@@ -195,29 +195,12 @@ def _runtimes(tables: dict[str, Table]) -> list[Section]:
     return [Section("runtimes", "Runtimes", table.note, tables=(table,))] if table is not None else []
 
 
-def _model(model: StageResult) -> Section:
+def _model(model: StageResult, tables: dict[str, Table]) -> Section:
     """KL, agreement, perplexity and greedy steps, as far as they were measured."""
-    kl, perplexity = object_of(model.data.get("kl")), object_of(model.data.get("perplexity"))
-    agreement, greedy = object_of(model.data.get("top1_agreement")), object_of(model.data.get("greedy"))
-    answers, limits = object_of(model.data.get("answers")), object_of(model.data.get("limits"))
-    rows = [
-        ("tokens scored", _cell(model.data.get("tokens"))),
-        ("mean KL, nats", _with_error(kl.get("mean"), kl.get("stderr"))),
-        ("median, 99th percentile, largest KL", ", ".join(_cell(kl.get(key)) for key in ("median", "p99", "max"))),
-        ("same first token", _with_error(agreement.get("mean"), agreement.get("stderr"))),
-        ("perplexity of the source", _with_error(perplexity.get("source"), perplexity.get("source_stderr"))),
-        ("perplexity of the output", _with_error(perplexity.get("target"), perplexity.get("target_stderr"))),
-        ("ratio of perplexities, 95% interval", _interval(perplexity)),
-        ("verdict on the ratio", _cell(model.data.get("perplexity_verdict"))),
-        ("greedy continuations identical", f"{_cell(greedy.get('identical'))} of {_cell(greedy.get('prompts'))}"),
-        ("mean KL along the source's answers, nats", _cell(answers.get("kl_mean"))),
-        ("bounds", f"KL {_cell(limits.get('max_kl'))}, ratio {_cell(limits.get('max_ppl_ratio'))}"),
-        ("computed on", _cell(model.data.get("path"))),
-    ]
-    kept = tuple((name, value) for name, value in rows if value.strip("-, of") and value != "KL -, ratio -")
     chart = kl_chart(model.data)
-    table = Table("Model", ("measure", "value"), kept, frozenset({1}))
-    return Section("model", "Accuracy of the model", model.reason, (chart,) if chart else (), (table,))
+    return Section(
+        "model", "Accuracy of the model", model.reason, (chart,) if chart else (), _taken(tables, "Model against")
+    )
 
 
 def _kernels(stage: StageResult, tables: dict[str, Table]) -> Section:
@@ -285,13 +268,3 @@ def _cell(value: JSON) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-
-
-def _with_error(value: JSON, error: JSON) -> str:
-    return _cell(value) if error is None else f"{_cell(value)} \N{PLUS-MINUS SIGN} {_cell(error)}"
-
-
-def _interval(ratio: Mapping[str, JSON]) -> str:
-    if ratio.get("ratio_low") is None:
-        return _cell(ratio.get("ratio"))
-    return f"{_cell(ratio.get('ratio'))} ({_cell(ratio['ratio_low'])} to {_cell(ratio.get('ratio_high'))})"

@@ -82,6 +82,7 @@ def settle(
     _refuse_layout(manifest, layout, decisions)
     settled: dict[str, Conversion] = {}
     narrow: list[SourceWeight] = []
+    groups = {number.value: number.group or 1 for number in NumberFormat}
     for weight in weights:
         decision = decisions[weight.module]
         if decision.to == "drop":
@@ -95,7 +96,7 @@ def settle(
         if scale not in CONVERSIONS.get((weight.format, decision.to), ()):
             _refuse_unsupported(weight, decision.to, scale, place)
         _refuse_tied(weight, decision.to, catalogue, place)
-        if weight.cols % (NumberFormat(decision.to).group or 1):
+        if weight.cols % groups[decision.to]:
             _refuse_narrow(weight, decision.to, rule, place)
             narrow.append(weight)
         granularity = rule.granularity if decision.to == "fp8" else None

@@ -72,8 +72,7 @@ def place(
     for number, run in enumerate(runs):
         name = "model.safetensors" if len(runs) == 1 else f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors"
         members, kinds = modules[run.start : run.stop], leaves[run.start : run.stop]
-        begins, data = _begins(kinds)
-        raw = _render(members, kinds, begins)
+        begins, data, raw = _lay_out(members, kinds)
         placed += map(OutTensor, members, kinds, repeat(number), (len(raw) + begin for begin in begins))
         shards.append(OutShard(name, len(raw) + data, hashlib.sha256(raw).hexdigest(), run))
     return tuple(shards), tuple(placed)
@@ -82,8 +81,7 @@ def place(
 def header_of(shard: OutShard, tensors: Sequence[OutTensor]) -> bytes:
     """The header of a shard of a plan with these tensors, as `place` measured it."""
     members = tensors[shard.tensors.start : shard.tensors.stop]
-    kinds = [tensor.leaf for tensor in members]
-    return _render([tensor.module for tensor in members], kinds, _begins(kinds)[0])
+    return _lay_out([tensor.module for tensor in members], [tensor.leaf for tensor in members])[2]
 
 
 def _runs(modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int) -> list[range]:
@@ -109,19 +107,14 @@ def _file_order(leaves: Sequence[Leaf]) -> list[int]:
     return list(chain.from_iterable(by_width.values()))
 
 
-def _begins(leaves: Sequence[Leaf]) -> tuple[list[int], int]:
-    """Offsets from the data's start, in the order given, and the size of the data."""
+def _lay_out(modules: Sequence[str], leaves: Sequence[Leaf]) -> tuple[list[int], int, bytes]:
+    """Offsets from the data's start (in the order given), the size of the data, and the header."""
     begins = [0] * len(leaves)
+    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     position = 0
     for index in _file_order(leaves):
+        suffix, dtype, shape, nbytes = leaves[index]
         begins[index] = position
-        position += leaves[index].nbytes
-    return begins, position
-
-
-def _render(modules: Sequence[str], leaves: Sequence[Leaf], begins: Sequence[int]) -> bytes:
-    entries = (
-        (modules[i] + leaves[i].suffix, leaves[i].dtype, leaves[i].shape, begins[i], begins[i] + leaves[i].nbytes)
-        for i in _file_order(leaves)
-    )
-    return render_header(entries, {"format": "pt"})
+        entries.append((modules[index] + suffix, dtype, shape, position, position + nbytes))
+        position += nbytes
+    return begins, position, render_header(entries, {"format": "pt"})

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -360,7 +361,7 @@ def _kind(weight: SourceWeight, form: Form) -> str:
 
 def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:
     for shard in catalogue.shards:
-        yield from sorted(shard.tensors, key=lambda t: t.begin)
+        yield from sorted(shard.tensors, key=itemgetter(4))  # begin
 
 
 _PACKED_DTYPES: Final = {"F4", "U8", "I8", *(dtype for dtype in DTYPE_BITS if dtype.startswith("F8_"))}

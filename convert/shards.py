@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring as quote
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -57,6 +58,9 @@ DTYPE_BITS: Final[Mapping[str, int]] = {
     "C64": 64,
 }
 """Bits per element of each dtype name (safetensors 0.8, Dtype)."""
+
+_INT: Final = {int}
+"""Types of dimensions: JSON's true is an int too, and no dimension."""
 
 LFS_POINTER: Final = b"version https://git-lfs"
 
@@ -158,7 +162,10 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if not (
-                type(begin) is int and type(end) is int and {*map(type, shape)} <= {int} and min(shape, default=0) >= 0
+                type(begin) is int
+                and type(end) is int
+                and {*map(type, shape)} <= _INT
+                and (not shape or min(shape) >= 0)
             ):
                 raise TypeError
             shape = shapes.setdefault(shape, shape)  # few shapes, many tensors
@@ -186,8 +193,9 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
             )
         tensors.append(TensorInfo(name, dtype, shape, file, data_start + begin, expected))
     position = data_start
-    for tensor in sorted(tensors, key=lambda t: (t.begin, t.nbytes)):
-        if tensor.begin != position:
+    in_order = sorted(tensors, key=itemgetter(4, 5))  # begin, nbytes
+    for tensor in in_order:
+        if tensor[4] != position:
             what = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
             raise _fail(
                 file,
@@ -195,7 +203,7 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
                 "offsets must lie side by side; the header is damaged or hostile",
                 tensor.name,
             )
-        position = tensor.begin + tensor.nbytes
+        position += tensor[5]
     if position != size:
         kind = "truncated" if size < position else "over-long"
         raise _fail(

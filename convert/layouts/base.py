@@ -96,6 +96,8 @@ class SourceWeight(NamedTuple):
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         """The source tensors that this weight owns."""
-        more = self.more
-        parts = (self.codes, self.scales, self.bias, self.scalar, self.input, more.zeros, more.order, *more.extra)
+        codes, scales, bias, scalar, own_input, more = self[4], self[5], *self[8:]
+        if scales is not None and bias is scalar is own_input is None and more is NOTHING_MORE:
+            return (codes, scales)  # all that most of half a million have
+        parts = (codes, scales, bias, scalar, own_input, more.zeros, more.order, *more.extra)
         return tuple(t for t in parts if t is not None)

@@ -30,7 +30,7 @@ class Layout(Protocol):
         """All weights that a rule could convert: the quantized, the 2-D floats, the stacked experts."""
         taken: set[str] = set()
         for weight in self.packed(catalogue):
-            taken.update(tensor.name for tensor in weight.tensors)
+            taken.update([tensor.name for tensor in weight.tensors])
             yield weight
         for tensor in catalogue.tensors.values():
             if tensor.name in taken or tensor.dtype not in FLOATS or len(tensor.shape) != 2:

@@ -128,7 +128,9 @@ class Suffixed(Layout):
     def _fp4(self, catalogue: Catalogue, codes: TensorInfo, module: str, second: str, more: More) -> SourceWeight:
         tensors = catalogue.tensors
         scales, scalar = tensors.get(f"{module}.weight_scale"), tensors.get(module + second)
-        own_input = next((tensors[module + s] for s in self._input if module + s in tensors), None)
+        own_input = None
+        for suffix in self._input:
+            own_input = own_input or tensors.get(module + suffix)
         if scalar is None and (scales is None or scales.dtype != "F8_E4M3"):
             rows, cols = check_mxfp4(codes, scales, f"{module}.weight_scale", ("U8", "F8_E8M0"))
             return SourceWeight(module, "mxfp4", rows, cols, codes, scales, input=own_input)

@@ -50,7 +50,8 @@ def plot_roofline(bench: Bench, stem: Path, title: str) -> list[Path]:
     axes.plot(roof, [min(x * ceilings.read_gbps / 1e3, ceilings.peak_tflops) for x in roof], color=_GREY, linewidth=1.5)
     axes.annotate(
         f"read {ceilings.read_gbps / 1e3:.2f} TB/s",
-        (left * 1.15, left * 1.5 * ceilings.read_gbps / 1e3),
+        (ridge / 4, ridge / 4 * 1.15 * ceilings.read_gbps / 1e3),
+        ha="right",
         color=_GREY,
         fontsize=8,
     )
@@ -86,7 +87,7 @@ def plot_roofline(bench: Bench, stem: Path, title: str) -> list[Path]:
         spine.set_color(_GREY)
     axes.patch.set_alpha(0)
     figure.patch.set_alpha(0)
-    axes.legend(frameon=False, labelcolor=_GREY, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.92))
+    axes.legend(frameon=False, labelcolor=_GREY, fontsize=8, loc="lower right")
     files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     with rc_context({"svg.hashsalt": "requant"}):  # names inside the file, so that the same run gives the same bytes
         figure.savefig(files[0], metadata={"Date": None, "Creator": None})

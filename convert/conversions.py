@@ -260,7 +260,7 @@ def _refuse_split(
         fate = _fate(weight, settled.get(weight.module))
         one, theirs = first.setdefault(fuse_key(weight.module), (weight, fate))
         if fate == theirs:
-            if fate[0] not in ("kept", "bf16") and weight.format == "plain" and weight.codes.dtype != one.codes.dtype:
+            if fate[2:3] == ("plain",) and weight.codes.dtype != one.codes.dtype:
                 raise SourceError(
                     f"is {weight.codes.dtype}, {one.codes.name} is {one.codes.dtype}: the weights of a fused group "
                     "are of two types",
@@ -280,4 +280,5 @@ def _fate(weight: SourceWeight, conversion: Conversion | None) -> tuple[str, ...
         return ("kept",) if weight.format == "plain" else ("kept", weight.format)
     if conversion.target == "bf16":
         return ("kept",)  # plain in the output either way
-    return (conversion.target, "from", weight.format, "with scale", conversion.scale)
+    source = "gguf" if weight.codes.file.endswith(".gguf") else weight.format  # whose files mix types as they like
+    return (conversion.target, "from", source, "with scale", conversion.scale)

@@ -8,6 +8,7 @@ The second opinion's own reading of them, from names, dtypes, shapes and the con
 | fp8     | E4M3 [N, K], scale: one, [N], [N, 1], a grid, or E8M0 [N, K/32]           | code * scale of its block     |
 | int4    | `weight_packed` I32 [N, K/8], `weight_scale` [N, G], `weight_zero_point`  | (nibble - zero) * scale       |
 | gptq    | `qweight` I32 [K/8, N], `scales` [G, N], `qzeros` I32 [G, N/8], `g_idx`   | (nibble - zero - 1) * scale   |
+| gguf    | rows of ggml's blocks, or of floats in llama.cpp's order                  | by the package gguf           |
 | awq     | `qweight` I32 [K, N/8], `scales` [G, N], `qzeros` I32 [G, N/8]            | (nibble - zero) * scale       |
 """
 
@@ -20,6 +21,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels.reference import dequantize_awq, dequantize_fp8_block, dequantize_gptq, dequantize_packed_int4
+from requant.validate.gguf_tensors import GgufTensor
 from requant.validate.modules import Kind, Module
 from requant.validate.opened import Tensor, as_object
 
@@ -44,6 +46,8 @@ class Reader(Protocol):
 
     def tensor(self, tensor: Tensor) -> object: ...
 
+    def gguf(self, tensor: GgufTensor, start: int, stop: int, expert: int) -> Floats: ...
+
 
 def split_family(config: Mapping[str, object] | None) -> bool | None:
     """How unquantized experts are stacked: True for halves [E, 2I, H], False for halves [E, H, 2I], None otherwise."""
@@ -54,7 +58,10 @@ def split_family(config: Mapping[str, object] | None) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A weight [rows, k] in a format of the table. block: (h, w) of FP8. offset: added to stored zero points."""
+    """A weight [rows, k] in a format of the table.
+
+    block: (h, w) of FP8. offset: added to stored zero points. expert: which one of a stack.
+    """
 
     kind: str
     rows: int
@@ -62,6 +69,7 @@ class Decoded:
     parts: Mapping[str, Tensor]
     block: tuple[int, int] = (0, 0)
     offset: int = 0
+    expert: int = 0
 
     @property
     def step(self) -> int:
@@ -70,6 +78,8 @@ class Decoded:
 
     def values(self, reader: Reader, start: int, stop: int) -> Floats:
         """Rows [start, stop) as float64, exact."""
+        if self.kind == "gguf":
+            return reader.gguf(cast("GgufTensor", self.parts["weight"]), start, stop, self.expert)
         if self.kind == "fp8":
             return self.codes_and_steps(reader, start, stop)[0]
         if self.kind == "int4":
@@ -144,8 +154,11 @@ def _numbers(raw: NDArray[np.uint8], tensor: Tensor) -> Floats:
     return raw.view({"F32": "<f4", "F16": "<f2", "F64": "<f8"}[tensor.dtype]).astype(np.float64)
 
 
-def decoded_of(module: Module, config: Mapping[str, object] | None) -> Decoded | str:
-    """How to read an FP8 or INT4 module, or why it cannot be read."""
+def decoded_of(module: Module, config: Mapping[str, object] | None, expert: int = 0) -> Decoded | str:
+    """How to read an FP8, INT4 or GGUF module, or why it cannot be read."""
+    if module.kind is Kind.GGUF and module.weight is not None:
+        rows, k = module.weight.shape[-2:]
+        return Decoded("gguf", rows, k, {"weight": module.weight}, expert=expert)
     quant = as_object((config or {}).get("quantization_config"))
     quant = quant or as_object((as_object((config or {}).get("text_config")) or {}).get("quantization_config")) or {}
     if module.kind is Kind.FP8:

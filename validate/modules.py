@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from requant.kernels.formats import MXFP4_GROUP, NVFP4_GROUP
+from requant.validate.gguf_tensors import GgufTensor
 from requant.validate.opened import Tensor
 
 __all__ = ["Kind", "Module", "expert_of", "is_mtp", "modules_of"]
@@ -50,6 +51,7 @@ class Kind(StrEnum):
     FP8 = "fp8"
     PLAIN = "plain"
     INT4 = "int4"
+    GGUF = "gguf"
     UNSCALED = "packed without scales"
     INTEGER = "integer"
     ORPHAN = "scales without a weight"
@@ -155,6 +157,8 @@ def _kind(parts: Mapping[str, Tensor]) -> Kind:
     weight = next((parts[name] for name in WEIGHT_PARTS if name in parts), None)
     scale = next((parts[name] for name in BLOCK_SCALE_PARTS if name in parts), None)
     has_global = any(name in parts for name in GLOBAL_SCALE_PARTS)
+    if isinstance(weight, GgufTensor) and len(weight.shape) > 1:
+        return Kind.GGUF
     if "qweight" in parts and "scales" in parts:
         return Kind.INT4
     if weight is None:

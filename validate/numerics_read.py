@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from requant.validate.gguf_tensors import GgufTensor, gguf_rows, gguf_values
 from requant.validate.opened import OpenedFolder, Tensor
 from requant.validate.pairing import Copy, View
 
@@ -108,6 +109,8 @@ class MappedReader:
         """Bytes of rows [start, stop) along the first axis, flat; a scalar has one row."""
         import torch
 
+        if isinstance(tensor, GgufTensor):  # copied: norms and biases alone
+            return np.asarray(gguf_rows(self._folder.path, tensor, 0, 1)).reshape(-1)
         count = max(1, tensor.shape[0]) if tensor.shape else 1
         handle = self._handle(tensor, tensor.nbytes * (stop - start) // count)
         if not tensor.shape or tensor.dtype == "F4":
@@ -124,6 +127,10 @@ class MappedReader:
         block = self._handle(copy.source, copy.source.nbytes).get_tensor(copy.source.name)
         row = block[copy.expert][copy.first :: copy.step]
         return row.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def gguf(self, tensor: GgufTensor, start: int, stop: int, expert: int) -> NDArray[np.float64]:
+        """Rows of a matrix in a GGUF file as float64, in the model's order."""
+        return gguf_values(self._folder.path, tensor, start, stop, expert)
 
     def tensor(self, tensor: Tensor) -> object:
         """The whole tensor as torch has it, a view of the mapping: clone what shall outlive it."""

@@ -168,12 +168,28 @@ def open_folder(path: Path, found: Collector) -> OpenedFolder:
                 message = f"stands in {tensors[tensor.name].file} and in {file}"
                 found.error("duplicate-tensor", message, where=tensor.name, hint="keep one of the two")
             tensors[tensor.name] = tensor
+    if not names:
+        tensors |= _read_ggufs(path, files, found)
     if weight_map is not None and index is not None:
         _check_index(index, weight_map, tensors, found)
     _check_strays(path, set(files), found)
     if not tensors:
         found.error("no-tensors", "the folder holds no readable tensor", where=str(path), hint="convert again")
     return OpenedFolder(path, tensors, tuple(files), config, hf_quant, lock)
+
+
+def _read_ggufs(path: Path, files: list[str], found: Collector) -> dict[str, Tensor]:
+    """The tensors of a folder of GGUF files, which only a source can be; their names go to `files`."""
+    ggufs = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".gguf") and entry.is_file())
+    if not ggufs:
+        return {}
+    from requant.validate.gguf_tensors import read_gguf
+
+    files += ggufs
+    tensors: dict[str, Tensor] = {}
+    for name in ggufs:
+        tensors |= {tensor.name: tensor for tensor in read_gguf(path / name, found)}
+    return tensors
 
 
 def _read_json(path: Path, name: str, found: Collector) -> Mapping[str, object] | None:

@@ -173,7 +173,7 @@ def _converted(module: Module, theirs: Mapping[str, Module]) -> bool:
     if origin.kind is Kind.PLAIN:
         to_bf16 = was is not None and was.dtype in ("F16", "F32") and module.weight.dtype == "BF16"
         return to_bf16 and len(module.weight.shape) > 1
-    return origin.kind in (Kind.NVFP4, Kind.MXFP4, Kind.FP8, Kind.INT4)
+    return origin.kind in (Kind.NVFP4, Kind.MXFP4, Kind.FP8, Kind.INT4, Kind.GGUF)
 
 
 def _core(module: Module) -> set[str]:
@@ -196,6 +196,8 @@ def _rows(module: Module, split: bool | None = None) -> int:
         return 0
     if "blocks" in module.parts:
         return weight.shape[1]
+    if module.kind is Kind.GGUF:
+        return weight.shape[-2]
     if module.stacked and module.kind is Kind.PLAIN and split:
         return weight.shape[1]
     return weight.shape[-1] if module.stacked else weight.shape[0]
@@ -250,10 +252,11 @@ def _origin(module: Module, theirs: Mapping[str, Module], split: bool | None) ->
     parts = expert_of(module.name)
     if parts is not None:
         parent, _, leaf = parts
-        stack = theirs.get(f"{parent}.{'gate_up_proj' if leaf in _INTERLEAVED else leaf}")
+        alone = theirs.get(f"{parent}.{leaf}")
+        if alone is not None and alone.stacked:
+            return alone, 0, 1
+        stack = theirs.get(f"{parent}.gate_up_proj") if leaf in _INTERLEAVED else None
         if stack is not None and stack.stacked:
-            if leaf not in _INTERLEAVED:
-                return stack, 0, 1
             if split is None or stack.kind is not Kind.PLAIN:
                 return stack, _INTERLEAVED[leaf], 2
             return stack, _INTERLEAVED[leaf] * _rows(stack, split) // 2, 0
@@ -298,8 +301,8 @@ def weight_of(
     Of its rows every `step`-th from `first`; step 0: half of them, from `first`.
     """
     codes, scales = module.weight, module.block_scale
-    if module.kind in (Kind.FP8, Kind.INT4):
-        found = decoded_of(module, config)
+    if module.kind in (Kind.FP8, Kind.INT4, Kind.GGUF):
+        found = decoded_of(module, config, expert or 0)
         if isinstance(found, str):
             raise UnreadableError(f"{module.name} {found}")
         body = codes or module.parts["qweight"]

@@ -241,3 +241,40 @@ def test_an_unknown_tensor_is_refused(kit):
     folder, _, _ = write(kit, extra=[("blk.0.surprise.weight", np.ones((4, 4), np.float32))])
     with pytest.raises(SourceError, match=r"blk.0.surprise.weight: is a tensor whose place in the model is not known"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("target", ["bf16", "nvfp4-w4a16"])
+def test_the_second_opinion_reads_the_file_by_itself(kit, architecture, target):
+    """And sees a row in the wrong place."""
+    from requant.validate.numerics import check_numerics
+
+    folder, want, _ = write(kit, architecture, kinds={"blk.0.attn_k": "F16"})
+    fp4 = [{"match": "*_proj", "to": "nvfp4", "scale": "nearest"}] if target != "bf16" else []
+    output, _ = kit.convert(folder, [*fp4, *TO_BF16], format=target)
+    result = check_numerics(folder, output, None)
+    assert [f.rule for f in result.findings if f.severity == "error"] == []
+    rows = [dict(zip(result.data["tensors"]["columns"], r, strict=True)) for r in result.data["tensors"]["rows"]]
+    assert {row["tensor"] for row in rows} == set(want)
+    assert {row["source"] for row in rows} == {"gguf"}
+    path = output / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + length])["model.layers.0.self_attn.q_proj.weight"]["data_offsets"]
+    begin, width = begin + 8 + length, (end - begin) // HIDDEN
+    raw[begin : begin + 2 * width] = raw[begin + width : begin + 2 * width] + raw[begin : begin + width]
+    path.write_bytes(raw)
+    assert "misrounded" in {f.rule for f in check_numerics(folder, output, None).findings}
+
+
+def test_the_second_opinion_reads_stacked_experts(kit):
+    from requant.validate.numerics import check_numerics
+
+    extra = [(f"blk.0.ffn_{leaf}_exps.weight", kit.rng.standard_normal((3, *shape)).astype(np.float16))
+             for leaf, shape in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items()]  # fmt: skip
+    folder, _, _ = write(kit, "qwen3moe", extra=extra)
+    rules = [{"match": "*.experts.*", "to": "nvfp4", "scale": "nearest"}, {"match": "*", "to": "bf16"}]
+    output, _ = kit.convert(folder, rules, format="nvfp4-w4a16")
+    result = check_numerics(folder, output, None)
+    assert [f.rule for f in result.findings if f.severity == "error"] == []
+    assert len(result.data["tensors"]["rows"]) == 9 + 5

@@ -564,7 +564,8 @@ def _uploading(job: Job, push: bool) -> AbstractContextManager[Uploader | None]:
     """Uploads finished shards while the next are made, where the disk is too small for all of them."""
     if not push or not job.manifest.execute.stream:
         return nullcontext()
-    from requant.convert.publish import publish_settings, upload_target
+    from requant.convert.publish import publish_settings
+    from requant.convert.repository import upload_target
     from requant.convert.uploads import Uploader, must_free
 
     if not must_free(job.plan):

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -26,7 +27,7 @@ from requant.convert.plan import Plan, Unit
 from requant.convert.private import public_manifest
 from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, read_range, refuse_changed
 from requant.convert.windows import Window, cut_windows, shard_by_shard, tensors_of
-from requant.manifests.errors import UsageError
+from requant.manifests.errors import IncompleteError, UsageError
 
 __all__ = [
     "Judge",
@@ -122,6 +123,7 @@ class StreamEngine:
     budget: int
     make_judge: MakeJudge
     after: Callable[[Path], None] = lambda _: None
+    _stop: threading.Event = field(default_factory=threading.Event)
 
     @property
     def name(self) -> str:
@@ -162,12 +164,15 @@ class StreamEngine:
             shutil.rmtree(old)
         with ThreadPoolExecutor(1, thread_name_prefix="requant-fetch") as ahead:
             coming: Future[Path] | None = None
-            for number, window in enumerate(windows):
-                ready = coming or ahead.submit(self._fetch, plan, window, folder / f"window-{number}")
-                place = ready.result()
-                if number + 1 < len(windows):
-                    coming = ahead.submit(self._fetch, plan, windows[number + 1], folder / f"window-{number + 1}")
-                yield window, place
+            try:
+                for number, window in enumerate(windows):
+                    ready = coming or ahead.submit(self._fetch, plan, window, folder / f"window-{number}")
+                    place = ready.result()
+                    if number + 1 < len(windows):
+                        coming = ahead.submit(self._fetch, plan, windows[number + 1], folder / f"window-{number + 1}")
+                    yield window, place
+            finally:
+                self._stop.set()  # after an error or Ctrl-C nobody waits for a window that nobody wants
 
     def _fetch(self, plan: Plan, window: Window, place: Path) -> Path:
         """Write the window's bytes where they stand in files of the right sizes."""
@@ -198,7 +203,13 @@ class StreamEngine:
         return place
 
     def _read(self, file: str, begin: int, end: int, descriptor: int) -> None:
-        read_range(self.remote, file, begin, end, lambda data, at: os.pwrite(descriptor, data, at))
+        def write(data: bytes, at: int) -> None:
+            if self._stop.is_set():
+                raise IncompleteError("stopped", where=file, hint="run the same command again")
+            os.pwrite(descriptor, data, at)
+
+        if not self._stop.is_set():
+            read_range(self.remote, file, begin, end, write)
 
 
 def _pieces(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -45,7 +45,7 @@ def client(tmp_path, monkeypatch):
     import huggingface_hub
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http, disable_progress_bars
-    from requant.convert import publish
+    from requant.convert import repository
 
     disable_progress_bars()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -54,7 +54,7 @@ def client(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     huggingface_hub.slept = []
     impatient = SimpleNamespace(**{**vars(time), "sleep": huggingface_hub.slept.append})
-    for module in (_http, file_download, publish):
+    for module in (_http, file_download, repository):
         monkeypatch.setattr(module, "time", impatient)
     yield huggingface_hub
     _http.close_session()

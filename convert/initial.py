@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, cast, get_args
 
 from requant.convert.checkpoint import Catalogue, open_checkpoint
 from requant.convert.hub import fetch, is_offline
@@ -31,10 +31,14 @@ def initial_manifest(source: str) -> str:
         raise SourceError("is not a folder", where=source, hint="give a checkpoint folder, or owner/name on the Hub")
     layout, reason = recognise(catalogue, "auto")
     weights = list(layout.weights(catalogue))
+    formats = {w.format for w in weights if w.format != "plain"}
     packed = [w for w in weights if w.format == "mxfp4"]
-    rules = _packed_rules(packed, layout.name) if packed else _plain_rules(weights)
-    target: TargetFormat = "nvfp4" if packed else "mxfp4"
-    target_layout, runtimes = _target(catalogue, layout.name, bool(packed))
+    if formats - {"mxfp4"} and layout.name != "deepseek-v4":
+        rules, target, target_layout, runtimes = _requantized(weights, formats, layout.name)
+    else:
+        rules = _packed_rules(packed, layout.name) if packed else _plain_rules(weights)
+        target = "nvfp4" if packed else "mxfp4"
+        target_layout, runtimes = _target(catalogue, layout.name, bool(packed))
     base = (repo or path.resolve().name).rpartition("/")[2]
     return render_manifest(
         f"{base.lower()}-{target}",
@@ -55,15 +59,8 @@ def _hub_catalogue(repo: str) -> Catalogue:
 
 
 def _known(name: str) -> SourceLayout:
-    names: dict[str, SourceLayout] = {
-        "deepseek-v4": "deepseek-v4",
-        "gpt-oss": "gpt-oss",
-        "compressed-tensors": "compressed-tensors",
-        "modelopt": "modelopt",
-        "quark": "quark",
-        "plain": "plain",
-    }
-    return names[name]
+    names = {layout: layout for layout in get_args(SourceLayout)}
+    return cast("SourceLayout", names[name])
 
 
 def _target(catalogue: Catalogue, layout: str, packed: bool) -> tuple[TargetLayout, tuple[Runtime, ...]]:
@@ -73,6 +70,21 @@ def _target(catalogue: Catalogue, layout: str, packed: bool) -> tuple[TargetLayo
     if layout == "gpt-oss" or "text_config" in catalogue.config:
         return "modelopt", ()
     return "modelopt", ("vllm", "sglang")
+
+
+def _requantized(
+    weights: list[SourceWeight], formats: set[str], layout: str
+) -> tuple[list[CommentedRule], TargetFormat, TargetLayout, tuple[Runtime, ...]]:
+    """NVFP4 goes into the other dialect as it is; FP8 and integers are rounded, and all but linears made BF16."""
+    if formats == {"nvfp4"}:
+        packed = [w for w in weights if w.format == "nvfp4"]
+        scaled: TargetFormat = "nvfp4" if all(w.input is not None for w in packed) else "nvfp4-w4a16"
+        other: TargetLayout = "modelopt" if layout == "compressed-tensors" else "compressed-tensors"
+        return _packed_rules(packed, layout), scaled, other, ("vllm", "sglang")
+    rules = [entry for entry in _plain_rules(weights) if entry.rule.to != "keep"]
+    rounded = [CommentedRule(LayerRule(match=e.rule.match, to="nvfp4", scale="nearest")) for e in rules]
+    rounded.append(CommentedRule(LayerRule(match="*", to="bf16"), "everything else, in BF16"))
+    return rounded, "nvfp4-w4a16", "modelopt", ("vllm",)
 
 
 def _packed_rules(packed: list[SourceWeight], layout: str) -> list[CommentedRule]:

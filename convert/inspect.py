@@ -37,7 +37,7 @@ def census(catalogue: Catalogue) -> dict[str, Any]:
     try:
         layout, reason = recognise(catalogue, "auto")
         name = layout.name
-        packed = [w for w in layout.weights(catalogue) if w.format == "mxfp4"]
+        packed = [w for w in layout.weights(catalogue) if w.format != "plain"]
     except SourceError as error:
         name, reason, packed = "unknown", error.message, []
     return {
@@ -48,8 +48,13 @@ def census(catalogue: Catalogue) -> dict[str, Any]:
         "shards": len(catalogue.shards),
         "tensors": len(catalogue.tensors),
         "bytes": catalogue.total_bytes,
-        "mxfp4_weights": len(packed),
-        "mxfp4_parameters": sum(w.rows * w.cols * max(w.experts, 1) for w in packed),
+        "formats": {
+            kind: {
+                "weights": sum(w.format == kind for w in packed),
+                "parameters": sum(w.rows * w.cols * max(w.experts, 1) for w in packed if w.format == kind),
+            }
+            for kind in dict.fromkeys(w.format for w in packed)
+        },
         "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in sorted(by_dtype.items())},
         "patterns": [
             {"name": p, "dtype": d, "tensors": n, "bytes": b, "shapes": [list(s) for s in sorted(shapes)][:4]}
@@ -66,8 +71,8 @@ def census_text(facts: dict[str, Any], verbose: bool) -> str:
         f"{facts['folder']}: {facts['model_type']}, layout {facts['layout']} ({facts['reason']})",
         f"  {facts['tensors']:,} tensors in {facts['shards']} shards, {size_text(facts['bytes'])}",
     ]
-    if facts["mxfp4_weights"]:
-        lines.append(f"  {facts['mxfp4_weights']:,} MXFP4 weights, {facts['mxfp4_parameters']:,} parameters")
+    for kind, entry in facts["formats"].items():
+        lines.append(f"  {entry['weights']:,} {kind.upper()} weights, {entry['parameters']:,} parameters")
     lines += ["", table(["dtype", "tensors", "bytes"], [
         [dtype, f"{entry['tensors']:,}", size_text(entry["bytes"])] for dtype, entry in facts["dtypes"].items()
     ])]  # fmt: skip

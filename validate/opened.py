@@ -188,7 +188,8 @@ def _read_ggufs(path: Path, files: list[str], found: Collector) -> dict[str, Ten
     files += ggufs
     tensors: dict[str, Tensor] = {}
     for name in ggufs:
-        tensors |= {tensor.name: tensor for tensor in read_gguf(path / name, found)}
+        for tensor in read_gguf(path / name, found):
+            tensors[tensor.name] = cast("Tensor", tensor)
     return tensors
 
 

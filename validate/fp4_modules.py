@@ -5,6 +5,8 @@ scale (kernels/cpu_dequant.py), and multiplied in FP32 by the BLAS that plain la
 same values, in whatever format and layout, give the same output bit by bit. A weight is decoded anew at each use, or
 once, if there is memory for all of them (`keep`): the same bits either way.
 
+On a GPU they compute in BF16 through kernels/matmul.py, by the W4A16 path of the chip, or a W4A4 one.
+
 W4A16 is what they compute by default. With an `activation_scale` they are W4A4: the input is rounded to NVFP4 under
 that static scale first, as the FP4 tensor cores would get it.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from requant.kernels.cpu_dequant import dequantize, dequantize_nvfp4
 from requant.kernels.formats import NVFP4_GROUP, PackedTensor
 from requant.kernels.quantize import bf16_to_nvfp4
 from torch import nn
+
+if TYPE_CHECKING:
+    from requant.kernels.w4a4_operands import Fp4Tensor
 
 __all__ = ["Expert", "Matrix", "Nvfp4Experts", "Nvfp4Linear", "Packed", "round_activations"]
 
@@ -36,6 +41,7 @@ class Packed:
         self.tensor = tensor
         self._keep = keep
         self._decoded: torch.Tensor | None = None
+        self._on_gpu: Fp4Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,6 +57,23 @@ class Packed:
         if self._keep:
             self._decoded = values
         return values
+
+    def multiply(self, x: torch.Tensor, scale: np.float32 | None) -> torch.Tensor:
+        """x [..., K] on a GPU times the weight transposed, in BF16; the weight is moved there once."""
+        from requant.kernels.matmul import matmul
+        from requant.kernels.w4a4_operands import Fp4Tensor
+
+        if self._on_gpu is None:
+            t, device = self.tensor, x.device
+            number = None if t.global_scale is None else float(t.global_scale)
+            codes, scales = (torch.tensor(plane, device=device) for plane in (t.codes, t.block_scales))
+            self._on_gpu = Fp4Tensor.weight(codes, scales, number)
+        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+        if scale is None:
+            y = matmul(flat, self._on_gpu, activations="bf16").y
+        else:
+            y = matmul(flat, self._on_gpu, activations="fp4", input_scale=float(scale)).y
+        return y.reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
 
 Matrix = Packed | torch.Tensor
@@ -74,6 +97,9 @@ def apply(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, scale: np.
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]."""
     if isinstance(weight, torch.Tensor):
         return nn.functional.linear(x, weight, bias)
+    if x.is_cuda:
+        y = weight.multiply(x, scale)
+        return y if bias is None else y + bias
     if scale is not None:
         flat = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
         x = torch.as_tensor(round_activations(flat.numpy(), scale)).reshape(x.shape)

@@ -39,15 +39,15 @@ class Batch:
         return Batch(torch.cat([self.ids, tokens], 1), torch.cat([self.mask, torch.ones_like(tokens)], 1))
 
 
-def batch_of(prompts: Sequence[Sequence[int]], pad: int) -> Batch:
-    """Token lists, none empty, as a batch."""
+def batch_of(prompts: Sequence[Sequence[int]], pad: int, device: str = "cpu") -> Batch:
+    """Token lists, none empty, as a batch on a device."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, longest - len(prompt) :] = 1
-    return Batch(ids, mask)
+    return Batch(ids.to(device), mask.to(device))
 
 
 def greedy(model: Any, batch: Batch, steps: int, progress: Callable[[int], None] = lambda _: None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
@@ -52,27 +52,34 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, trust_remote_code: bool = False, w4a4: bool = False, keep_decoded: bool = False
+    path: Path,
+    *,
+    trust_remote_code: bool = False,
+    w4a4: bool = False,
+    keep_decoded: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> LoadedModel:
     """The model in folder `path`, its packed weights kept packed. w4a4: also round activations, by their input_scale.
 
-    keep_decoded: decode each weight once, for speed; ignored where the memory for that is not free.
+    keep_decoded: decode each weight once, for speed; ignored where the memory for that is not free. device: on a GPU
+    what is plain computes in BF16.
 
     ModelUnavailableError: transformers lacks it, a weight is missing or unreadable, or memory does not suffice.
     """
     folder = open_folder(path, Collector())
     spare = _spare(folder)
     model = empty_model(path, trust_remote_code=trust_remote_code)
-    return _Loader(folder, w4a4, keep_decoded and spare).fill(model)
+    return _Loader(folder, w4a4, keep_decoded and spare, device).fill(model)
 
 
 class _Loader:
-    def __init__(self, folder: OpenedFolder, w4a4: bool, keep: bool) -> None:
+    def __init__(self, folder: OpenedFolder, w4a4: bool, keep: bool, device: str) -> None:
         self._folder = folder
         self._modules = modules_of(folder.tensors)
         self._reader = MappedReader(folder)
         self._w4a4 = w4a4
         self._keep = keep
+        self._device = device
         self._used: set[str] = set()
         self._packed = 0
         self._plain = 0
@@ -95,6 +102,10 @@ class _Loader:
             kind = type(model).__name__
             raise ModelUnavailableError(f"{kind} has {len(missing)} weights that the checkpoint lacks: {shown}")
         unused = tuple(n for n in self._folder.tensors if n not in self._used and not (tied and n == "lm_head.weight"))
+        if self._device != "cpu":
+            for module in model.modules():
+                for key, buffer in module._buffers.items():
+                    module._buffers[key] = None if buffer is None else buffer.to(self._device)
         return LoadedModel(model, self._packed, self._plain, self._layers, unused)
 
     # --- one module ---------------------------------------------------------------------------------------------------
@@ -216,7 +227,7 @@ class _Loader:
         raw = cast("torch.Tensor", self._reader.tensor(tensor))
         self._plain += tensor.elements
         if tensor.dtype != "F8_E4M3":
-            return raw.to(torch.float32).clone()
+            return self._placed(raw.to(torch.float32).clone())
         module = self._modules[tensor.name.rpartition(".")[0]]
         scales = module.block_scale
         if scales is None or len(tensor.shape) != 2:
@@ -229,7 +240,10 @@ class _Loader:
         out = np.empty((rows, k), dtype=np.float32)
         block = self._fp8_block(table.shape, rows, k)
         dequantize_fp8_block(raw.view(torch.uint8).numpy(), table.contiguous().numpy(), block, out)
-        return torch.as_tensor(out)
+        return self._placed(torch.as_tensor(out))
+
+    def _placed(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._device == "cpu" else values.to(self._device, torch.bfloat16)
 
     def _fp8_block(self, table: tuple[int, ...], rows: int, k: int) -> tuple[int, int]:
         """Rows and columns that share a scale: per tensor, per channel, or the config's weight_block_size."""

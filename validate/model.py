@@ -38,6 +38,9 @@ __all__ = ["Limits", "check_model", "default_limits"]
 
 STAGE: Final = "model"
 PATH: Final = "CPU reference: FP4 decoded to FP32, multiplied in FP32"
+PATH_GPU: Final = "GPU: the FP4 kernel of the chip, BF16 activations"
+_GPU_KL: Final = 1e-3
+"""Instead of exactly 0 on a GPU: kernels for two formats may sum in another order, in BF16."""
 _BINS: Final = 16
 
 
@@ -85,9 +88,9 @@ def check_model(
     begin = time.perf_counter()
     found: list[Finding] = []
     data: dict[str, JSON] = {"complete": False}
+    device = ""
     try:
-        if gate.device == "cuda":
-            raise ModelUnavailableError("this stage computes on the CPU; write device: any")
+        device = _device(gate)
         measured = _Measurement(source, output, gate, progress, data)
         measured.run(found)
         limits = _limits(gate, target, lossless)
@@ -99,7 +102,18 @@ def check_model(
     except (MemoryError, RuntimeError, IndexError, ValueError) as error:  # out of memory; a forward pass that breaks
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         status, reason = Status.NOT_RUN, _so_far(f"the model broke off with {type(error).__name__}: {first}", data)
-    return StageResult(STAGE, status, reason, tuple(found), data, "cpu", time.perf_counter() - begin)
+    return StageResult(STAGE, status, reason, tuple(found), data, device, time.perf_counter() - begin)
+
+
+def _device(gate: ModelGate) -> str:
+    """Where the stage runs: on the CPU, unless the gate asks for a GPU."""
+    if gate.device != "cuda":
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ModelUnavailableError("the gate asks for a GPU, and there is none")
+    return f"cuda:0 {torch.cuda.get_device_name()}"
 
 
 def _so_far(reason: str, data: Mapping[str, JSON]) -> str:
@@ -126,6 +140,7 @@ class _Measurement:
         self._report = progress
         self._done = 0
         self._total = 0
+        self._cuda = gate.device == "cuda"
         self.data = data
         self.positions: Positions | None = None
         self.answers: Positions | None = None
@@ -151,7 +166,7 @@ class _Measurement:
         scored = sum(len(window) - 1 for window in windows)
         self._total = scored + 2 * len(prompts) * gate.greedy_steps
         self.data["text"] = {"file": Path(gate.text).name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        self.data["path"] = PATH
+        self.data["path"] = PATH_GPU if self._cuda else PATH
         self._score(models, windows)
         self._generate(models, prompts, kind, pad_of(tokenizer))
 
@@ -163,6 +178,7 @@ class _Measurement:
             trust_remote_code=self._gate.trust_remote_code,
             w4a4=self._gate.w4a4 and name == "target",
             keep_decoded=True,
+            device="cuda" if self._cuda else "cpu",
         )
         facts: dict[str, JSON] = {
             "class": type(loaded.model).__name__,
@@ -184,7 +200,7 @@ class _Measurement:
 
         parts: list[Positions] = []
         for window in windows:
-            ids = torch.tensor([list(window)])
+            ids = torch.tensor([list(window)], device="cuda" if self._cuda else "cpu")
             with torch.inference_mode():
                 logits: list[torch.Tensor] = [
                     m.model(input_ids=ids, use_cache=False).logits[0, :-1] for m in models.values()
@@ -202,7 +218,7 @@ class _Measurement:
         from requant.validate.divergence import Positions, compare_logits
         from requant.validate.generation import batch_of, greedy, logits_after
 
-        batch, steps = batch_of(prompts, pad), self._gate.greedy_steps
+        batch, steps = batch_of(prompts, pad, "cuda" if self._cuda else "cpu"), self._gate.greedy_steps
         ours = {name: greedy(loaded.model, batch, steps, self._advance) for name, loaded in models.items()}
         differs = ours["source"] != ours["target"]
         self.first_difference = [int(row.int().argmax()) if bool(row.any()) else None for row in differs]
@@ -266,12 +282,14 @@ def _finite(value: float) -> float | None:
 def _limits(gate: ModelGate, target: str, lossless: bool) -> Limits:
     exact = lossless and not gate.w4a4
     kl, ratio = default_limits(target, lossless=exact)
+    if exact and gate.device == "cuda":
+        kl, ratio = _GPU_KL, 1 + _GPU_KL
     own = [name for name in ("max_kl", "max_ppl_ratio") if getattr(gate, name) != "auto"]
     pair = "weights equal to their source" if exact else f"a conversion to {target} that rounds"
     return Limits(
         kl if gate.max_kl == "auto" else gate.max_kl,
         ratio if gate.max_ppl_ratio == "auto" else gate.max_ppl_ratio,
-        exact and gate.max_kl == "auto",
+        exact and gate.max_kl == "auto" and gate.device != "cuda",
         "manifest" if len(own) == 2 else f"default for {pair}" + (f", {own[0]} from the manifest" if own else ""),
     )
 

@@ -44,10 +44,11 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path, content, reason):
     assert reason in result.reason
 
 
-def test_a_gate_for_another_device_is_not_measured_here(tmp_path):
+def test_a_gate_for_a_gpu_is_not_met_without_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = result_of(tmp_path, gate(tmp_path, device="cuda"))
     assert result.status is Status.NOT_RUN
-    assert "CPU" in result.reason
+    assert "there is none" in result.reason
 
 
 def test_an_error_of_the_forward_pass_is_a_reason_and_not_a_crash(tmp_path, monkeypatch):

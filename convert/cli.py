@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from requant.convert.stream import MakeJudge
     from requant.convert.uploads import Uploader
     from requant.manifests.schema import Manifest
+    from requant.validate.serving import Run, Server
+    from requant.validate.serving_load import Load
     from requant.validate.verdict import SignOff
 
 __all__ = ["app", "main"]
@@ -313,16 +315,55 @@ def bench(
     path: Annotated[str, typer.Option(help="Kernel path by name (see `requant doctor`), or auto: by chip.")] = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Also write bench.json, bench.md and (GPU) the roofline, SVG and PNG, here."),
+        typer.Option(
+            help="Also write bench.json, bench.md and (GPU) the roofline, SVG and PNG, here; of a server LABEL.json."
+        ),
     ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Measure a server that runs, OpenAI-compatible, and no kernels.")
+    ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CMD", help="Start this server first, and stop it afterwards: {model} and {port} are filled in."
+        ),
+    ] = None,
+    label: Annotated[str, typer.Option(help="Server: name of the run.")] = "",
+    model: Annotated[str, typer.Option(help="Server: its name for the model, if it lists several or none.")] = "",
+    concurrency: Annotated[str, typer.Option(metavar="C,C,...", help="Server: streams at a time.")] = "1,8,16",
+    requests: Annotated[str, typer.Option(metavar="N,N,...", help="Server: requests at each of them.")] = "8,32,48",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Server: tokens of a synthetic prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Server: tokens to generate.")] = 128,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Server: a file with a prompt per line, not synthetic ones.")
+    ] = None,
+    answer: Annotated[
+        str | None, typer.Option(help="Server: word that the answer must hold; empty: ask nothing (random weights).")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Server: what is asked before anything is timed.")] = None,
+    server: Annotated[str, typer.Option("--server", help="Server: name and version, if it cannot say them.")] = "",
+    flags: Annotated[str, typer.Option(help="Server: how one that runs was started, for comparisons.")] = "",
+    card: Annotated[str, typer.Option(help="Server: what one that runs elsewhere computes on.")] = "",
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Server: seconds to become healthy, and for a concurrency.")
+    ] = 900.0,
     form: FormatOption = Format.HUMAN,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Time the FP4 kernels on a checkpoint's own shapes: against the card's limits, BF16, and the source's format."""
+    """Time the FP4 kernels on a checkpoint's own shapes, or (--endpoint, --launch) a server that has it loaded."""
+    _log_to(verbose, None)
+    if endpoint is not None or launch is not None:
+        from requant.validate.serving import ANSWER, QUESTION, Server, numbers_in
+        from requant.validate.serving_load import Load
+
+        asked = (QUESTION if question is None else question, ANSWER if answer is None else answer)
+        one = Server(folder, endpoint, launch, label, model, timeout, *asked, server, flags, card)
+        load = Load(folder, prompt_tokens, output_tokens, prompts)
+        _bench_server(one, load, numbers_in(concurrency), numbers_in(requests), out, form, quiet)
+        return
     from requant.validate.speed_report import bench_text, run_bench, write_bench
 
-    _log_to(verbose, None)
     with _stage_bar("bench, points", quiet) as progress:
         result = run_bench(folder, tokens, device, path, progress)
     _emit(result.to_json(), form, lambda: bench_text(result))
@@ -333,6 +374,24 @@ def bench(
             typer.echo(f"no plot: {missing}", err=True)
     if result.wrong:
         raise NotSignedOffError(f"{len(result.wrong)} timed outputs are beyond their bound", where=str(folder))
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run that `bench --out` wrote, or a signed-off folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Let this differ: server, flags, prompts or card (repeatable).")
+    ] = None,
+    form: FormatOption = Format.HUMAN,
+    verbose: VerboseOption = False,
+) -> None:
+    """Two runs of a server: B over A with confidence intervals. Refuses runs that are not comparable."""
+    from requant.validate.compare import compare_runs, comparison_text, load_run
+
+    _log_to(verbose, None)
+    result = compare_runs(load_run(a), load_run(b), allow=allow or ())
+    _emit(result.to_json(), form, lambda: comparison_text(result))
 
 
 @app.command()
@@ -607,6 +666,31 @@ def _report(signed: SignOff, form: Format | None) -> None:
         _emit(signed.to_json(), form, lambda: render_text(signed))
     if not signed.signed_off:
         raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
+
+
+def _bench_server(
+    server: Server,
+    load: Load,
+    concurrency: Sequence[int],
+    requests: Sequence[int],
+    out: Path | None,
+    form: Format,
+    quiet: bool,
+) -> None:
+    """Measure, print, keep what there is, and end with the run's fault if it has one."""
+    from requant.validate.serving import measure_server, run_text, write_run
+
+    def keep(run: Run) -> None:
+        if out is not None:
+            with _written(out):
+                write_run(run, out)
+
+    with _stage_bar("bench, concurrencies", quiet) as progress:
+        run = measure_server(server, load, concurrency, requests, keep=keep, progress=progress)
+    _emit(run.to_json(), form, lambda: run_text(run))
+    fault = run.fault()
+    if fault is not None:
+        raise fault
 
 
 def _check_push(manifest: str, sets: Sequence[str]) -> None:

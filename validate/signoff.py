@@ -35,6 +35,7 @@ __all__ = [
     "MARKDOWN_NAME",
     "Gate",
     "SignOff",
+    "cpu_name",
     "load_signoff",
     "sign_off",
     "verify_signoff",
@@ -148,7 +149,7 @@ def _gate(name: str, result: StageResult | None, *, required: bool, device: str)
 def _environment() -> dict[str, str]:
     """Versions and the kind of machine; nothing that names the machine."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    found["cpu"] = f"{_cpu()}, {os.cpu_count() or 1} logical"
+    found["cpu"] = f"{cpu_name()}, {os.cpu_count() or 1} logical"
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -157,7 +158,8 @@ def _environment() -> dict[str, str]:
     return found
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor as the system names it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from requant.manifests.errors import UsageError
-from requant.manifests.gates import ModelGate, SpeedGate
+from requant.manifests.gates import ModelGate, ServingGate, SpeedGate
 from requant.manifests.schema import Manifest
 from requant.validate.contract import check_contract
 from requant.validate.numerics import check_numerics
@@ -70,6 +70,9 @@ def validate_output(
         elif name == "speed" and manifest.validation.speed is not None:
             with bar("speed, points") as progress:
                 results.append(_speed(output, manifest.validation.speed, progress))
+        elif name == "serving" and manifest.validation.serving is not None:
+            with bar("serving, concurrencies") as progress:
+                results.append(_serving(output, manifest.validation.serving, progress))
         else:
             results.append(_not_run(name, "this version has no such stage"))
     with bar("sha256") as progress:
@@ -115,6 +118,12 @@ def _speed(output: Path, gate: SpeedGate, progress: Callable[[int, int], None]) 
     from requant.validate.speed import check_speed
 
     return check_speed(output, gate, progress=progress)
+
+
+def _serving(output: Path, gate: ServingGate, progress: Callable[[int, int], None]) -> StageResult:
+    from requant.validate.serving import check_serving
+
+    return check_serving(output, gate, progress=progress)
 
 
 def _not_run(name: str, reason: str) -> StageResult:

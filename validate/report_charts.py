@@ -16,6 +16,7 @@ from requant.validate.results import JSON
 from requant.validate.svg import Band, Cell, Chart, Series, compare_bars, heat_map, histogram, line_chart
 
 __all__ = [
+    "breakdown_chart",
     "bytes_chart",
     "kernel_speedup",
     "kl_chart",
@@ -169,6 +170,16 @@ def serving_chart(runs: Sequence[Mapping[str, JSON]], metric: str, title: str, y
         return None
     ticks = sorted({x for one in series for x, _ in one.points})
     return line_chart(series, title, "concurrent streams", y_label, log_x=len(ticks) > 1, x_ticks=ticks)
+
+
+def breakdown_chart(parts: Sequence[Mapping[str, JSON]]) -> Chart | None:
+    """Microseconds of one decode step by kind of kernel, largest first."""
+    times = sorted(((str(p.get("kind")), _number(p.get("us"))) for p in parts), key=lambda pair: -pair[1])
+    total = sum(us for _, us in times)
+    if not total:
+        return None
+    rows = [(kind, us, f"{us:,.1f} us ({100 * us / total:.0f}%)") for kind, us in times]
+    return compare_bars(rows, "Kernel time of a decode step")
 
 
 def _by_shape(points: Sequence[Mapping[str, JSON]], key: str) -> list[tuple[str, list[Mapping[str, JSON]]]]:

@@ -26,6 +26,7 @@ from requant.validate.report import (
     verdict_of,
 )
 from requant.validate.report_charts import (
+    breakdown_chart,
     bytes_chart,
     kernel_speedup,
     kl_chart,
@@ -208,15 +209,47 @@ def _kernels(stage: StageResult, tables: dict[str, Table]) -> Section:
 
 
 def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
+    """Tokens per second of the model (data["runs"], as a server's), its step by kind of kernel, and the kernels alone.
+
+    data["breakdown"]: [{"kind", "us"}] of one step; data["bottleneck"]: the sentence that names what holds it up.
+    """
     kernels = object_of(stage.data.get("kernels"))
-    points = _objects(kernels.get("points"))
-    charts = (kernel_speedup(points), roofline(points, object_of(kernels.get("ceilings"))))
-    return Section("speed", "Speed", stage.reason, tuple(c for c in charts if c), _taken(tables, "Kernel times"))
+    points, runs = _objects(kernels.get("points")), _objects(stage.data.get("runs"))
+    charts = [serving_chart(runs, key, title, unit) for key, title, unit in _SERVING]
+    charts.append(breakdown_chart(_objects(stage.data.get("breakdown"))))
+    charts += [kernel_speedup(points), roofline(points, object_of(kernels.get("ceilings")))]
+    own = (_run_points(runs),) if runs else ()
+    bottleneck = stage.data.get("bottleneck")
+    lines = (bottleneck,) if isinstance(bottleneck, str) else ()
+    shown = tuple(chart for chart in charts if chart)
+    return Section("speed", "Speed", stage.reason, shown, own + _taken(tables, "Kernel times"), lines)
 
 
 def _serving(serving: StageResult) -> Section:
     runs = _objects(serving.data.get("runs"))
     charts = tuple(chart for key, title, unit in _SERVING if (chart := serving_chart(runs, key, title, unit)))
+    servers = tuple(_server(run) for run in runs)
+    return Section("serving", "A running server", serving.reason, charts, (_run_points(runs),) if runs else (), servers)
+
+
+def _server(run: Mapping[str, JSON]) -> str:
+    """A run's label, server and FP4 kernels, and why it is not complete."""
+    native = {True: "native FP4", False: "FP4 decoded first", None: "not known whether native"}
+    kernels = ", ".join(str(kernel) for kernel in _items(run.get("kernels"))) or "no kernel named"
+    known = run.get("fp4_native")
+    told = native[known if isinstance(known, bool) else None]
+    error = f"; INCOMPLETE: {run['error']}" if run.get("error") else ""
+    return (
+        f"{_cell(run.get('label'))}: {_cell(run.get('server'))} on {_cell(run.get('card'))}; {kernels} ({told}){error}"
+    )
+
+
+def _items(value: JSON) -> Sequence[JSON]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _run_points(runs: Sequence[Mapping[str, JSON]]) -> Table:
+    """Every concurrency of every run."""
     keys = ("concurrency", "completed", "errors", *(key for key, _, _ in _SERVING))
     columns = ("run", "streams", "completed", "errors", "tokens/s", "TTFT ms", "between tokens ms")
     rows = tuple(
@@ -224,9 +257,7 @@ def _serving(serving: StageResult) -> Section:
         for run in runs
         for point in _objects(run.get("points"))
     )
-    table = Table("Points", columns, rows, frozenset(range(1, len(columns))))
-    servers = tuple(f"{_cell(run.get('label'))}: {_cell(run.get('server'))}" for run in runs)
-    return Section("serving", "A running server", serving.reason, charts, (table,) if rows else (), servers)
+    return Table("Points", columns, rows, frozenset(range(1, len(columns))))
 
 
 def _files(signoff: SignOff) -> Section:

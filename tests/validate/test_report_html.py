@@ -146,6 +146,22 @@ def test_tables_have_captions_column_heads_and_row_heads(large: str) -> None:
     assert {value for _, value in scopes} == {"col", "row"}
 
 
+def test_a_models_speed_is_shown_like_a_servers_with_its_breakdown_and_bottleneck() -> None:
+    from requant.validate.verdict import SignOff
+
+    points = [{"concurrency": c, "completed": 8, "errors": 0, "output_tokens_per_s": 100.0 * c} for c in (1, 8)]
+    data = {
+        "runs": [{"label": "nvfp4", "points": points}],
+        "breakdown": [{"kind": "norm", "us": 20.0}, {"kind": "MoE", "us": 60.0}],
+        "bottleneck": "The experts' weights: 71% of the bandwidth.",
+    }
+    stage = StageResult("speed", Status.PASSED, "2.1x BF16", data=data, device="cuda:0 H200")
+    page = render_html(SignOff("x", "now", (), (stage,), (), {}, {}))
+    assert "nvfp4: 100 at 1, 800 at 8" in page
+    assert "MoE: 60.0 us (75%); norm: 20.0 us (25%)" in page
+    assert [t for where, t in Page(page).texts if where == "li"] == ["The experts' weights: 71% of the bandwidth."]
+
+
 def test_a_sign_off_without_measurements_is_a_page_too() -> None:
     from requant.validate.verdict import SignOff
 

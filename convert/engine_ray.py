@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -79,14 +80,14 @@ class RayEngine:
         with _connected(ray, self.address, self.workers), _token(files.partial) as token:
             cluster = _Cluster(ray, self)
             places = cluster.places()
-            if not places:
+            if not places and cluster.has_processors():  # a cluster without any may still be starting its nodes
                 raise EnvironmentFault(
                     f"no node of the Ray cluster offers a CPU{' and a GPU' if self.gpus else ''} "
                     f"and {self.memory / 2**20:.0f} MiB of memory",
                     where=self.address or "local Ray",
                     hint="add a node, or give the nodes more --num-cpus or --memory",
                 )
-            limit = batch_limit(sum(plan.units[index].nbytes for index in todo), places)
+            limit = batch_limit(sum(plan.units[index].nbytes for index in todo), max(places, 1))
             _Tasks(ray, self, cluster, done).run(batches(plan, todo, limit, files.partial, token))
 
 
@@ -109,6 +110,10 @@ class _Cluster:
         if self._known:
             self.seen = now
         return self._known
+
+    def has_processors(self) -> bool:
+        """Whether any node runs tasks at all; a head of a cluster that grows on demand does not."""
+        return any(node["Alive"] and node["Resources"].get("CPU", 0.0) >= 1 for node in self._ray.nodes())
 
     def _holds(self, resources: Mapping[str, float]) -> int:
         engine = self._engine
@@ -229,15 +234,17 @@ def _connected(ray: Ray, address: str | None, workers: int | None) -> Generator[
                 address="local", num_cpus=workers, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet
             )
         else:
-            ray.init(address=address, **({} if address.startswith("ray://") else quiet))
+            ray.init(address=address, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        text = str(error).strip()
+        lines = str(error).split("\n")
+        text = " ".join(dict.fromkeys(line.strip() for line in (lines[0], lines[-1] or lines[-2:][0])))
         raise EnvironmentFault(
-            f"cannot reach or start Ray: {text.splitlines()[0] if text else type(error).__name__}",
+            f"cannot reach or start Ray: {text.strip() or type(error).__name__}",
             where=address or "local Ray",
             hint="start one with `ray start --head`, correct execute.ray_address, or leave it out to start one here",
         ) from error
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # where a ray:// driver prints what the cluster has to say
+            yield
     finally:
         ray.shutdown()

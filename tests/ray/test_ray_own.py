@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,6 +40,37 @@ def test_without_an_address_a_ray_is_started_and_stopped(kit, manifest):
     assert record["engine"] == "ray"
     assert record["bytes"] == sum(node["bytes"] for node in record["nodes"]) > 0
     assert "100%" in done.stderr, "one bar, full"
+    assert sha256s(kit.tmp / "out") == reference
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's Cluster leaves a pipe open
+def test_nodes_that_join_later_are_waited_for_and_a_driver_outside_the_cluster_reaches_them(kit, manifest):
+    """A head without processors and a `ray://` driver; the only worker joins when the run has begun."""
+    from ray.cluster_utils import Cluster
+
+    requant("run", manifest, "--quiet")
+    reference = sha256s(kit.tmp / "out")
+    small = {"object_store_memory": 80 * 2**20}
+    port = 20000 + os.getpid() % 20000
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "ray_client_server_port": port, **small})
+    partial = kit.tmp / "out.partial" / ".requant"
+
+    sets = ["--set", "execute.engine=ray", "--set", f"execute.ray_address=ray://127.0.0.1:{port}"]
+    with (kit.tmp / "stdout").open("w") as out, (kit.tmp / "stderr").open("w") as err:
+        command = [*CLI, "run", manifest, "--force", "--quiet", "--format", "json", *sets]
+        driver = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        while not list(partial.glob("run-*")) and driver.poll() is None:
+            time.sleep(0.2)
+        time.sleep(3)
+        assert driver.poll() is None, (kit.tmp / "stderr").read_text()
+        cluster.add_node(num_cpus=1, **small)
+        assert driver.wait(120) == 0, (kit.tmp / "stderr").read_text()
+    finally:
+        driver.kill()
+        driver.wait()
+        cluster.shutdown()
+    assert len(json.loads((kit.tmp / "stdout").read_text())["run"]["nodes"]) == 1
     assert sha256s(kit.tmp / "out") == reference
 
 

@@ -28,6 +28,8 @@ __all__ = ["AWQ_NIBBLE", "decode_awq", "decode_gptq", "decode_packed", "unpack_c
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
+_LINE: Final = 16
+"""I32 words in a cache line."""
 AWQ_NIBBLE: Final = np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.int64)
 """Which nibble of a word holds column 0..7 (the reverse of AutoAWQ's packing order 0 2 4 6 1 3 5 7)."""
 
@@ -98,23 +100,27 @@ def _packed(words: Words, scales: Floats, zeros: Floats, group: int, out: Floats
 
 @kernel("const u32[:,:]", "const f32[:,:]", "const f32[:,:]", "const i64[:]", "f32[:,:]")
 def _gptq(words: Words, scales: Floats, zeros: Floats, order: NDArray[np.int64], out: Floats) -> None:
-    for high in range(words.shape[0]):
-        row = words[high]
-        for low in range(8):
-            k = high * 8 + low
-            shift = np.uint32(low * 4)
-            scale, zero = scales[order[k]], zeros[order[k]]
-            for n in range(out.shape[0]):
-                out[n, k] = (np.float32((row[n] >> shift) & np.uint32(15)) - zero[n]) * scale[n]
+    for base in range(0, out.shape[0], _LINE):  # a cache line of words at a time: rows of out are far apart
+        end = min(base + _LINE, out.shape[0])
+        for high in range(words.shape[0]):
+            row = words[high]
+            for n in range(base, end):
+                word, into = row[n], out[n]
+                for low in range(8):
+                    k = high * 8 + low
+                    g = order[k]
+                    nibble = (word >> np.uint32(low * 4)) & np.uint32(15)
+                    into[k] = (np.float32(nibble) - zeros[g, n]) * scales[g, n]
 
 
 @kernel("const u32[:,:]", "const f32[:,:]", "const f32[:,:]", "const i64[:]", "const i64[:]", "f32[:,:]")
 def _awq(
     words: Words, scales: Floats, zeros: Floats, order: NDArray[np.int64], nibble: NDArray[Any], out: Floats
 ) -> None:
-    for k in range(words.shape[0]):
-        row = words[k]
-        scale, zero = scales[order[k]], zeros[order[k]]
-        for n in range(out.shape[0]):
-            shift = np.uint32(nibble[n & 7] * 4)
-            out[n, k] = (np.float32((row[n >> 3] >> shift) & np.uint32(15)) - zero[n]) * scale[n]
+    for high in range(words.shape[1]):  # eight rows of out are written side by side along k
+        for k in range(words.shape[0]):
+            word, g = words[k, high], order[k]
+            for low in range(8):
+                n = high * 8 + low
+                code = (word >> np.uint32(nibble[low] * 4)) & np.uint32(15)
+                out[n, k] = (np.float32(code) - zeros[g, n]) * scales[g, n]

@@ -192,6 +192,7 @@ class _Seen:
     moments: dict[str, Any] = field(default_factory=dict[str, Any])
     tokens: dict[str, int] = field(default_factory=dict[str, int])
     kv: dict[str, float] = field(default_factory=dict[str, float])
+    chosen: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     owners: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _hessians: dict[str, Any] = field(default_factory=dict[str, Any])
     _alias: dict[str, str] = field(default_factory=dict[str, str])
@@ -218,6 +219,10 @@ class _Seen:
                 raise ValueError(f"{names} share the input of {same_as}, of which no Hessian was wanted")
         if same_as is None and first in self._hessians:
             self._hessians[first].addmm_(x.T, x)
+
+    def routed(self, experts: str, expert: int, tokens: int) -> None:
+        """Take note of how often an expert of a stack was chosen."""
+        self.chosen[experts, expert] = self.chosen.get((experts, expert), 0) + tokens
 
     def cache(self, attention: str, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take note of keys and values."""
@@ -251,7 +256,7 @@ class _Seen:
             match = _EXPERT.match(name)
             if match:
                 groups.setdefault((match["parent"], match["leaf"]), []).append(name)
-        uncovered: list[str] = []
+        uncovered = [f"{experts}.{expert}" for (experts, expert), tokens in self.chosen.items() if not tokens]
         for members in groups.values():
             top = max(self.amax[name] for name in members)
             for name in members:

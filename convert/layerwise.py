@@ -43,10 +43,12 @@ class Observer(Protocol):
     """What is told of a run.
 
     x [tokens, K] FP32, of any number of tokens, none too; names: the weights it goes into. same_as: a weight that was
-    told of the very same input just before (q_proj for k_proj).
+    told of the very same input just before (q_proj for k_proj). routed: how many tokens an expert of a stack was given.
     """
 
     def linear(self, names: Sequence[str], x: torch.Tensor, same_as: str | None) -> None: ...
+
+    def routed(self, experts: str, expert: int, tokens: int) -> None: ...
 
     def cache(self, attention: str, key: torch.Tensor, value: torch.Tensor) -> None: ...
 
@@ -203,6 +205,10 @@ class SourceModel:
             self._seen = (x, names[0])
         self._observer.linear(names, x.reshape(-1, x.shape[-1]), same_as)
 
+    def routed(self, experts: str, expert: int, tokens: int) -> None:
+        """Tell how many tokens an expert was given."""
+        self._observer.routed(experts, expert, tokens)
+
     def experts_of(self, name: str) -> Iterator[tuple[list[str], list[torch.Tensor], list[torch.Tensor | None]]]:
         """Of each expert of a stack: names, [gate, up, down] or [gate_up, down], and their biases."""
         weights = self._source.weights
@@ -276,6 +282,8 @@ class _Experts(nn.Module):
         for expert, (names, matrices, biases) in enumerate(owner.experts_of(self._name)):
             token, slot = torch.where(index == expert)
             x = flat[token]
+            if len(names) == 2:  # the stack has one scale: only this tells which of its experts saw nothing
+                owner.routed(self._name, expert, len(x))
             owner.observe(names[:-1], x)
             parts = [nn.functional.linear(x, m, b) for m, b in zip(matrices[:-1], biases[:-1], strict=True)]
             if len(parts) == 2:

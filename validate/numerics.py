@@ -68,6 +68,9 @@ _SOURCE_FAULTS: Final = frozenset(
     {"shard-unreadable", "shard-missing", "json-unreadable", "index-malformed", "index-path-escapes", "no-tensors"}
 )
 """Container rules that matter on the source's side; the others speak of what a runtime would load."""
+_COMPENSATED_DB: Final = 10.0
+"""SQNR that compensating rounding stays above (NVFP4 has 20 dB by the nearest codes, MXFP4 18; GPTQ takes a few off);
+codes and scales that do not belong together are at 0."""
 _FUSED: Final = (
     (re.compile(r"\.[qkv]_proj$"), ".qkv_proj"),
     (re.compile(r"\.(?:gate|up)_proj$"), ".gate_up_proj"),
@@ -134,7 +137,7 @@ def conclude(
 ) -> StageResult:
     """The stage's result from that of every weight. spans: of each weight's fused group, by name."""
     found = both.found
-    _judge_weights(results, found)
+    _judge_weights(results, _compensated(both.ours.path), found)
     _judge_gate(results, gate, found)
     return StageResult(
         STAGE,
@@ -160,24 +163,41 @@ def _meter(progress: Progress | None, total: int) -> Callable[[int], None]:
     return advance
 
 
-def _drop_rules(output: Path) -> Callable[[str], str | None]:
-    """module -> the rule that drops it, from the manifest that lies in the output; the first match decides."""
+def _rules(output: Path) -> Callable[[str], Mapping[str, object]]:
+    """module -> the first rule that matches it, from the manifest that lies in the output; empty if none does."""
     import yaml
 
     try:
         loaded = cast("object", yaml.safe_load((output / "requant.manifest.yaml").read_text(encoding="utf-8")))
         layers = cast("Mapping[str, Sequence[Mapping[str, object]]]", loaded)["layers"]
-        rules = [(compile_match(str(r["match"])), str(r["match"]), r.get("to") == "drop") for r in layers]
+        rules = [(compile_match(str(rule["match"])), {**rule}) for rule in layers]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, ManifestError):
         rules = []  # no readable manifest: no rule dropped anything, and what is missing is missing
 
-    def dropped_by(module: str) -> str | None:
-        for matches, pattern, drops in rules:
+    def rule_of(module: str) -> Mapping[str, object]:
+        for matches, rule in rules:
             if matches(module):
-                return f"dropped by the rule {pattern!r}" if drops else None
-        return None
+                return rule
+        return {}
+
+    return rule_of
+
+
+def _drop_rules(output: Path) -> Callable[[str], str | None]:
+    """module -> the rule that drops it."""
+    rule_of = _rules(output)
+
+    def dropped_by(module: str) -> str | None:
+        rule = rule_of(module)
+        return f"dropped by the rule {str(rule['match'])!r}" if rule.get("to") == "drop" else None
 
     return dropped_by
+
+
+def _compensated(output: Path) -> Callable[[str], bool]:
+    """Whether a module's rule says `rounding: gptq`, which takes another code than the nearest on purpose."""
+    rule_of = _rules(output)
+    return lambda module: rule_of(module).get("rounding") == "gptq"
 
 
 def fused_spans(
@@ -230,7 +250,7 @@ def _judge_census(census: Pairing, found: Collector) -> None:
         found.info("tensor-dropped", rule, where=name)
 
 
-def _judge_weights(results: Sequence[Result], found: Collector) -> None:
+def _judge_weights(results: Sequence[Result], compensated: Callable[[str], bool], found: Collector) -> None:
     """What is wrong whatever the gate says."""
     for result in results:
         tally, where = result.tally, result.name
@@ -239,7 +259,11 @@ def _judge_weights(results: Sequence[Result], found: Collector) -> None:
         if tally.nan:
             message = f"{tally.nan:,} blocks of 16 have a NaN scale on either side"
             found.error("nan-scale", message, where=where, hint="a NaN scale in the source is a corrupt download")
-        if tally.misrounded:
+        sqnr = result.sqnr_db
+        if tally.misrounded and compensated(where) and (sqnr is None or sqnr > _COMPENSATED_DB):
+            message = f"{tally.misrounded:,} weights hold another code than the nearest, as rounding: gptq means to"
+            found.info("compensated", message, where=where)
+        elif tally.misrounded:
             message = f"{tally.misrounded:,} weights do not hold the code nearest to their source under its scale"
             hint = "codes and scales do not belong together: clamped scales, swapped nibbles or another scale rule"
             found.error("misrounded", message, where=where, hint=hint)

@@ -117,6 +117,17 @@ def test_experts_without_tokens_are_listed_and_get_their_groups_maximum(golden, 
         assert moment_of(made.path, name) is None
 
 
+def test_an_expert_of_a_stack_that_no_token_reached_is_listed_too(golden, text):
+    folder = golden("_src_gptoss_mxfp4")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("mlp.router.bias")]:
+        tensors[name][1] = -1e4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    made = measure(folder, text)
+    assert {"model.layers.0.mlp.experts.1", "model.layers.1.mlp.experts.1"} <= set(made.uncovered)
+    assert "experts saw no token" in made.note
+
+
 def manifest(folder, text, out, rule, target, extra=""):
     path = folder.parent / "m.yaml"
     path.write_text(
@@ -222,3 +233,23 @@ def test_what_keeps_calibration_from_running_is_told(golden, text, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(EnvironmentFault, match="tokenizer"):
         measure(folder, text)
+
+
+def test_one_command_calibrates_converts_judges_and_signs_off(golden, text, tmp_path, capsys):
+    from requant.convert.cli import main
+
+    folder = golden("_src_llama_bf16")
+    gates = f"validate: {{model: {{text: {text}, tokens: 512, sequence_length: 64}}}}\n"
+    rule = "to: nvfp4, scale: weighted, rounding: gptq"
+    ref = manifest(folder, text, tmp_path / "out", rule, "format: nvfp4", f"kv_cache: fp8\n{gates}")
+    with pytest.raises(SystemExit) as stop:
+        main([ref, "--quiet"])
+    shown = capsys.readouterr()
+    assert stop.value.code == 0, shown.out
+    assert "Signed off: every required gate passed" in shown.out
+    assert "ratio of perplexities" in shown.out
+    with pytest.raises(SystemExit) as stop:
+        main(["validate", str(tmp_path / "out"), "--quiet", "--set", "validate.model.max_kl=0.0"])
+    shown = capsys.readouterr()
+    assert stop.value.code == 5, shown.err
+    assert "model" in shown.out.splitlines()[0]

@@ -588,3 +588,24 @@ def test_an_untouched_copy_has_nothing_converted_and_says_so(tmp_path: Path) -> 
 def test_the_second_opinion_never_imports_what_wrote_the_output() -> None:
     for file in (Path(__file__).parents[2] / "validate").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) requant\.convert", file.read_text(), re.MULTILINE), file
+
+
+def test_codes_that_gptq_chose_are_told_and_not_held_against_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "out"
+    shutil.copytree(GOLDENS / "llama_w4a16_nvfp4", folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.weight"][:2] = tensors[f"{name}.weight"][:2] ^ 0x11  # one code up or down
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = GOLDENS / "_src_llama_bf16"
+    assert {f.rule for f in check_numerics(source, folder, None).errors} == {"misrounded"}
+    rules = "layers: [{match: '*up_proj', to: nvfp4, rounding: gptq}, {match: '*', to: nvfp4}]\n"
+    (folder / "requant.manifest.yaml").write_text(rules)
+    result = check_numerics(source, folder, None)
+    assert result.status is Status.PASSED, result.reason
+    assert [f.where for f in result.findings if f.rule == "compensated"] == [name]
+    tensors[f"{name}.weight"] = (tensors[f"{name}.weight"] << 4) | (tensors[f"{name}.weight"] >> 4)  # nibbles swapped
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert {f.rule for f in check_numerics(source, folder, None).errors} == {"misrounded"}

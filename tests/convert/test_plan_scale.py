@@ -59,7 +59,7 @@ def test_half_a_million_tensors_plan_in_bounded_time_and_memory(maker, tmp_path)
     assert found["header"] == found["begin"]
     assert found["peak"] < 1e9, f"{found['peak'] / 1e6:.0f} MB"
     assert 0.8 * found["peak"] < found["said"] < 1.6 * found["peak"], "the memory that the plan says it needs"
-    assert found["cpu"] < 25, found["cpu"]  # 7 s on an idle core; a bound that a busy one keeps
+    assert found["cpu"] < 25, found["cpu"]  # 13 s were measured on a core that others used too
 
 
 def test_a_header_rendered_again_is_the_one_that_was_measured(maker, tmp_path):

@@ -11,17 +11,20 @@ DEMO_ENV  := $(VENV)/.stamp-demo
 DEV_ENV   := $(VENV)/.stamp-dev
 EVAL_VENV := $(VENV)-eval
 EVAL_ENV  := $(EVAL_VENV)/.stamp-eval
+SERVE_VENV := $(VENV)-serve
+SERVE_ENV := $(SERVE_VENV)/.stamp-serve
 RAY_ENV   := $(VENV)/.stamp-ray
 MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray lint types pytest format build clean
+.PHONY: help demo test test-ray test-eval test-serve lint types pytest format build clean
 
 help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
 	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
 	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
 	@echo 'make test-eval  the tests that need transformers, in .venv-eval'
+	@echo 'make test-serve  the tests that start a real server, in .venv-serve'
 	@echo 'make lint | types | pytest | format | build | clean'
 	@echo 'PYTHON=$(PYTHON) VENV=$(VENV) DEMO_OUT=$(DEMO_OUT) JOBS=$(JOBS)'
 
@@ -53,6 +56,10 @@ test-ray: $(RAY_ENV)
 test-eval: $(EVAL_ENV)
 	$(EVAL_VENV)/bin/python -m pytest tests/model $(ARGS)
 
+# A real server under a real load: `transformers serve` and guidellm, in an environment of their own.
+test-serve: $(SERVE_ENV)
+	$(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
+
 format: $(DEV_ENV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -61,7 +68,7 @@ build: $(DEV_ENV)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) $(SERVE_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -84,4 +91,10 @@ $(EVAL_ENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EVAL_VENV)
 	$(EVAL_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
 	  --editable '.[eval,demo]' 'pytest>=8.3' 'hypothesis>=6.130'
+	@touch $@
+
+$(SERVE_ENV): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[serve,demo]' 'transformers[serving]>=5.24' 'pytest>=8.3' 'hypothesis>=6.130'
 	@touch $@

@@ -5,7 +5,7 @@ not known is not the same. A difference that the user means to have (`--allow fl
 
 Intervals are bootstrapped over requests, 95%: medians for latencies; for the rate, streams times tokens per second of
 latency, the throughput of a closed loop. Where the interval holds 1 the verdict is "no difference", however large the
-ratio looks: 8 requests do not tell 3% apart.
+ratio looks: 8 requests do not tell 3% apart. They say nothing of what the machine did between the runs.
 """
 
 from __future__ import annotations

@@ -69,12 +69,15 @@ class Client:
         return ""
 
     def ask(self, question: str) -> str:
-        """The answer to a question, greedily: as a chat, or as a continuation if the model has no chat template."""
+        """The answer to a question, greedily: as a chat, or as a continuation if the model has no chat template.
+
+        For that, servers answer with 400, 404 or even 500; a server that is broken fails at the continuation too.
+        """
         chat = {"messages": [{"role": "user", "content": question}]}
         try:
             return self._answer("/v1/chat/completions", chat)
         except Refused as error:
-            if error.status not in (400, 404, 405, 422):
+            if not error.status:
                 raise
         return self._answer("/v1/completions", {"prompt": f"Question: {question}\nAnswer:"})
 

@@ -152,6 +152,9 @@ def measure_server(
     """
     if (server.endpoint is None) == (server.launch is None):
         raise UsageError("give an endpoint or a command to launch, one of them", where="requant bench")
+    if server.launch is not None and "{port}" not in server.launch:
+        hint = "'vllm serve {model} --port {port}'"
+        raise UsageError("the command to launch has no {port}", where="--launch", hint=hint)
     if len(concurrency) != len(requests):
         message = f"{len(concurrency)} concurrencies and {len(requests)} numbers of requests"
         raise UsageError(message, where="requant bench", hint="give one number of requests for each concurrency")
@@ -324,10 +327,6 @@ def _running(server: Server, run: Run) -> Generator[tuple[Client, Callable[[], N
         yield _with_model(client, server), lambda: None
         return
     command = server.launch or ""
-    if "{port}" not in command:
-        raise UsageError(
-            "the command to launch has no {port}", where="--launch", hint="'vllm serve {model} --port {port}'"
-        )
     port = _free_port()
     run.flags = run.flags or command
     filled = command.replace("{model}", shlex.quote(str(server.folder.resolve()))).replace("{port}", str(port))

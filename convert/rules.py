@@ -143,14 +143,13 @@ def _override(
         return None
     if weight is None:
         return Decision("keep", chosen, "stacked weights without scales: kept" if stacked else "not a weight: kept")
-    if weight.format in PRODUCERS_OWN or not _has_wildcard(rule.match):
+    if weight.format in PRODUCERS_OWN or rule.to == "bf16" or not _has_wildcard(rule.match):
         return None
     for matches, reason in protected:
         if matches(module):
             if weight.format == "plain":
                 return Decision("keep", chosen, f"{reason}: kept (name it in full to convert it)")
-            if rule.to != "bf16":
-                return Decision("bf16", chosen, f"{reason}: made BF16 (name it in full to convert it)")
+            return Decision("bf16", chosen, f"{reason}: made BF16 (name it in full to convert it)")
     return None
 
 

@@ -300,6 +300,16 @@ def test_a_tied_embedding_is_never_quantized(kit):
         kit.job(source, rules, format="nvfp4-w4a16")
 
 
+def test_bf16_reaches_embeddings_and_heads_too(kit):
+    """What is protected from quantization is not protected from being BF16."""
+    values = kit.rng.standard_normal((96, 64)).astype("<f2")
+    tensors = {"model.embed_tokens.weight": ("F16", (96, 64), values.tobytes())}
+    source = kit.write_checkpoint(kit.tmp / "src", [tensors], {"model_type": "llama"})
+    output, _ = kit.convert(source, [{"match": "*", "to": "bf16"}], format="bf16")
+    wanted = values.astype(np.float32).astype(ml_dtypes.bfloat16).tobytes()
+    assert kit.load(output)["model.embed_tokens.weight"] == ("BF16", (96, 64), wanted)
+
+
 # --- KV scales ----------------------------------------------------------
 
 

@@ -305,7 +305,7 @@ def _reason(results: Sequence[Result], census: Pairing, gate: NumericsGate | Non
     if not results:
         blocks = "nothing was converted"
     elif sqnr and all(result.span is None for result in results):
-        blocks = f"{total.blocks:,} blocks encoded from plain weights, SQNR at least {min(sqnr):.2f} dB"
+        blocks = f"{total.blocks:,} blocks rounded, SQNR at least {min(sqnr):.2f} dB"
     elif total.lossy:
         blocks = f"{total.lossy:,} of {total.blocks:,} blocks lossy in {lossy:,} of {len(results):,} converted tensors"
     elif total.zero_sign:

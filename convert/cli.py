@@ -9,26 +9,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
+from requant.convert.cli_stages import (
+    ByteBar,
+    Format,
+    Via,
+    bench_server,
+    check_push,
+    emit,
+    judge_job,
+    judge_output,
+    publish_output,
+    report_verdict,
+    run_conversion,
+    stage_bar,
+    written,
+)
 from requant.manifests.errors import EnvironmentFault, ExitCode, NotSignedOffError, RequantError, UsageError
 
 if TYPE_CHECKING:
-    from requant.convert.execute import RunResult
-    from requant.convert.pipeline import Job
-    from requant.convert.stream import MakeJudge
-    from requant.convert.uploads import Uploader
-    from requant.manifests.schema import Manifest
-    from requant.validate.serving import Run, Server
-    from requant.validate.serving_load import Load
-    from requant.validate.verdict import SignOff
+    pass
 
 __all__ = ["app", "main"]
 
@@ -49,13 +54,6 @@ app = typer.Typer(
 log = logging.getLogger("requant")
 
 
-class Format(StrEnum):
-    """How results are printed."""
-
-    HUMAN = "human"
-    JSON = "json"
-
-
 ManifestArg = Annotated[str, typer.Argument(metavar="MANIFEST", help="A manifest file, or the name of a built-in one.")]
 SetOption = Annotated[
     list[str] | None,
@@ -71,23 +69,6 @@ ForceOption = Annotated[
 FolderArg = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint folder.")]
 
 
-def _emit(value: dict[str, Any] | list[Any], form: Format, human: Callable[[], str]) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False) if form is Format.JSON else human())
-
-
-@contextmanager
-def _written(path: Path) -> Generator[None]:
-    """A file that the user named and that cannot be written is no bug."""
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot be written: {error.strerror}",
-            where=str(path),
-            hint="name a file in a folder that you may write to",
-        ) from error
-
-
 def _log_to(verbose: bool, log_file: Path | None) -> None:
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     for handler in log.handlers:
@@ -96,19 +77,11 @@ def _log_to(verbose: bool, log_file: Path | None) -> None:
     if verbose:
         log.addHandler(logging.StreamHandler(sys.stderr))
     if log_file is not None:
-        with _written(log_file):
+        with written(log_file):
             handler = logging.FileHandler(log_file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
     log.propagate = False
-
-
-class Via(StrEnum):
-    """What an upload lands in."""
-
-    PULL_REQUEST = "pull_request"
-    BRANCH = "branch"
-    MAIN = "main"
 
 
 MaxDiskOption = Annotated[
@@ -161,7 +134,7 @@ def convert(
             raise RequantError(f"bug: {type(error).__name__}: {error}", where=ref, hint="please report it") from error
 
     rows = carry_out(expand(manifests), one, lambda error: typer.echo(f"error: {error.render()}", err=True))
-    _emit([row.to_json() for row in rows], form, lambda: summary_text(rows))
+    emit([row.to_json() for row in rows], form, lambda: summary_text(rows))
     raise typer.Exit(int(worst(rows)))
 
 
@@ -173,13 +146,13 @@ def _convert(
     from requant.convert.show import plan_text
 
     if push:
-        _check_push(manifest, sets or [])
-    job = prepare(manifest, sets or [], bar=lambda label: _stage_bar(label, quiet))
+        check_push(manifest, sets or [])
+    job = prepare(manifest, sets or [], bar=lambda label: stage_bar(label, quiet))
     if form is Format.HUMAN:
         typer.echo(plan_text(job.plan, job.seconds))
-    _run(job, force, quiet, push=push)
-    _report(_judge(job, quiet), form)
-    return _publish(job.plan.output, job.manifest, quiet=quiet, form=form) if push else str(job.plan.output)
+    run_conversion(job, force, quiet, push=push)
+    report_verdict(judge_job(job, quiet), form)
+    return publish_output(job.plan.output, job.manifest, quiet=quiet, form=form) if push else str(job.plan.output)
 
 
 @app.command()
@@ -196,9 +169,7 @@ def check(
     _log_to(verbose, log_file)
     loaded = load_manifest(manifest, sets or [])
     facts = {"manifest": str(loaded.path), "name": loaded.manifest.name, "sha256": loaded.sha256, "valid": True}
-    _emit(
-        facts, form, lambda: f"{loaded.path}: valid\n\n{loaded.resolved_yaml}" if verbose else f"{loaded.path}: valid"
-    )
+    emit(facts, form, lambda: f"{loaded.path}: valid\n\n{loaded.resolved_yaml}" if verbose else f"{loaded.path}: valid")
 
 
 @app.command()
@@ -239,7 +210,7 @@ def plan(
 
         job = fetch_source(job)
         total = sum(m.scales.nbytes for u in job.plan.groups for m in u.members if m.scales)
-        with _bar(total, "scan", quiet) as progress:
+        with ByteBar(total, "scan", quiet) as progress:
             forecasts = read_scales(job.plan, progress)
         facts["scan"] = forecast_json(forecasts)
         text += "\n\n" + forecast_text(forecasts)
@@ -252,7 +223,7 @@ def plan(
         text += "\n" + more
     elif (gbps, storage, per_node, rate, rate_from) != (None,) * 5:
         raise UsageError("a cluster's figures mean something only with --nodes", hint="say how many, e.g. --nodes 4")
-    _emit(facts, form, lambda: text)
+    emit(facts, form, lambda: text)
 
 
 @app.command()
@@ -272,9 +243,9 @@ def run(
 
     _log_to(verbose, log_file)
     sets = _with_stream(sets, max_disk)
-    job = prepare(manifest, sets or [], bar=lambda label: _stage_bar(label, quiet))
-    result = _run(job, force, quiet)
-    _emit(result_json(job.plan, result), form, lambda: result_text(job.plan, result))
+    job = prepare(manifest, sets or [], bar=lambda label: stage_bar(label, quiet))
+    result = run_conversion(job, force, quiet)
+    emit(result_json(job.plan, result), form, lambda: result_text(job.plan, result))
 
 
 @app.command()
@@ -301,8 +272,8 @@ def validate(
 
     _log_to(verbose, log_file)
     done = open_finished(output, manifest, sets or [])
-    signed = _validate(output, done.source, done.manifest, only=only, activations=activations, quiet=quiet)
-    _report(signed, form)
+    signed = judge_output(output, done.source, done.manifest, only=only, activations=activations, quiet=quiet)
+    report_verdict(signed, form)
 
 
 @app.command()
@@ -360,13 +331,13 @@ def bench(
         asked = (QUESTION if question is None else question, ANSWER if answer is None else answer)
         one = Server(folder, endpoint, launch, label, model, timeout, *asked, server, flags, card)
         load = Load(folder, prompt_tokens, output_tokens, prompts)
-        _bench_server(one, load, numbers_in(concurrency), numbers_in(requests), out, form, quiet)
+        bench_server(one, load, numbers_in(concurrency), numbers_in(requests), out, form, quiet)
         return
     from requant.validate.speed_report import bench_text, run_bench, write_bench
 
-    with _stage_bar("bench, points", quiet) as progress:
+    with stage_bar("bench, points", quiet) as progress:
         result = run_bench(folder, tokens, device, path, progress)
-    _emit(result.to_json(), form, lambda: bench_text(result))
+    emit(result.to_json(), form, lambda: bench_text(result))
     if out is not None:
         files, missing = write_bench(result, folder.resolve().name, out)
         typer.echo(f"wrote {', '.join(file.name for file in files)} to {out}", err=True)
@@ -391,7 +362,7 @@ def compare(
 
     _log_to(verbose, None)
     result = compare_runs(load_run(a), load_run(b), allow=allow or ())
-    _emit(result.to_json(), form, lambda: comparison_text(result))
+    emit(result.to_json(), form, lambda: comparison_text(result))
 
 
 @app.command()
@@ -413,11 +384,11 @@ def report(
     if html is not None:
         from requant.validate.report_html import render_html
 
-        with _written(html):
+        with written(html):
             html.write_text(render_html(signed), encoding="utf-8")
     facts = {**signed.to_json(), "files_changed_since": list(stale)}
     note = "".join(f"\nCHANGED SINCE THE SIGN-OFF: {entry}" for entry in stale)
-    _emit(facts, form, lambda: render_text(signed) + note)
+    emit(facts, form, lambda: render_text(signed) + note)
     if stale or not signed.signed_off:
         raise NotSignedOffError(
             "the files are not those that were judged" if stale else "the sign-off did not pass",
@@ -449,7 +420,7 @@ def publish(
     from requant.convert.finished import manifest_of
 
     _log_to(verbose, log_file)
-    _publish(
+    publish_output(
         output,
         manifest_of(output),
         repo=repo,
@@ -470,7 +441,7 @@ def inspect(folder: FolderArg, form: FormatOption = Format.HUMAN, verbose: Verbo
 
     _log_to(verbose, None)
     facts = census(open_checkpoint(folder))
-    _emit(facts, form, lambda: census_text(facts, verbose))
+    emit(facts, form, lambda: census_text(facts, verbose))
 
 
 @app.command()
@@ -487,9 +458,9 @@ def diff(
 
     _log_to(verbose, None)
     left, right = open_checkpoint(a), open_checkpoint(b)
-    with _bar(left.total_bytes, "diff", quiet) as progress:
+    with ByteBar(left.total_bytes, "diff", quiet) as progress:
         result = compare(left, right, progress)
-    _emit(result.to_json(), form, lambda: diff_text(result, verbose))
+    emit(result.to_json(), form, lambda: diff_text(result, verbose))
 
 
 @app.command()
@@ -508,7 +479,7 @@ def init(
         return
     if output.exists():
         raise UsageError("exists already", where=str(output), hint="choose another name for the manifest")
-    with _written(output):
+    with written(output):
         output.write_text(text)
     typer.echo(f"wrote {output}; next: requant plan {output}")
 
@@ -528,204 +499,13 @@ def doctor(form: FormatOption = Format.HUMAN, verbose: VerboseOption = False) ->
 
     _log_to(verbose, None)
     facts = diagnose()
-    _emit(facts, form, lambda: doctor_text(facts))
+    emit(facts, form, lambda: doctor_text(facts))
 
 
 def _with_stream(sets: list[str] | None, max_disk: str | None) -> list[str]:
     """The settings that --max-disk stands for, before those of the user."""
     streaming = [] if max_disk is None else ["execute.stream=true", f"execute.max_disk={max_disk}"]
     return [*streaming, *(sets or [])]
-
-
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
-class _bar:  # noqa: N801 - reads as the `with` statement it is used in
-    """A tqdm bar on stderr over bytes; silent when asked or when stderr is no terminal and the log is elsewhere."""
-
-    def __init__(self, total: int, label: str, quiet: bool) -> None:
-        self._total, self._label, self._quiet = total, label, quiet
-        self._tqdm: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        from tqdm import tqdm
-
-        self._tqdm = tqdm(
-            total=self._total,
-            desc=self._label,
-            unit="B",
-            unit_scale=True,
-            file=sys.stderr,
-            disable=self._quiet,
-            mininterval=0.2,
-            dynamic_ncols=True,
-        )
-        return self._tqdm.update
-
-    def __exit__(self, *_: object) -> None:
-        self._tqdm.close()
-
-    @property
-    def total(self) -> int:
-        """Bytes in all."""
-        return self._total
-
-    @total.setter
-    def total(self, total: int) -> None:
-        self._total = self._tqdm.total = total
-
-
-@contextmanager
-def _stage_bar(label: str, quiet: bool) -> Generator[Callable[[int, int], None]]:
-    """A bar for a stage that counts (done, in all) by itself."""
-    bar = _bar(0, label, quiet)
-    with bar as update:
-        last = 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal last
-            bar.total = total
-            update(done - last)
-            last = done
-
-        yield progress
-
-
-def _run(job: Job, force: bool, quiet: bool, *, push: bool = False) -> RunResult:
-    from requant.convert.pipeline import run_job
-
-    with _bar(job.plan.bytes_in, "convert", quiet) as progress:
-        judge = _judge_maker(job.manifest)
-        with _uploading(job, push) as uploader:
-            result = run_job(job, force=force, progress=progress, make_judge=judge, uploader=uploader)
-    log.info("wrote %s (%d units, %d done by an earlier run)", job.plan.output, len(job.plan.units), result.resumed)
-    return result
-
-
-def _validate(
-    output: Path,
-    source: Path,
-    manifest: Manifest,
-    *,
-    only: Sequence[str] | None,
-    activations: Path | None = None,
-    quiet: bool,
-) -> SignOff:
-    from requant.validate.stages import validate_output
-
-    def bar(label: str) -> AbstractContextManager[Callable[[int, int], None]]:
-        return _stage_bar(label, quiet)
-
-    return validate_output(output, source, manifest, only=only, activations=activations, bar=bar)
-
-
-def _uploading(job: Job, push: bool) -> AbstractContextManager[Uploader | None]:
-    """Uploads finished shards while the next are made, where the disk is too small for all of them."""
-    if not push or not job.manifest.execute.stream:
-        return nullcontext()
-    from requant.convert.publish import publish_settings
-    from requant.convert.repository import upload_target
-    from requant.convert.uploads import Uploader, must_free
-
-    if not must_free(job.plan):
-        return nullcontext()
-    return Uploader(job.plan, upload_target(publish_settings(job.manifest), job.manifest.name))
-
-
-def _judge_maker(manifest: Manifest) -> MakeJudge | None:
-    """What judges a streamed conversion while it runs."""
-    if not manifest.execute.stream:
-        return None
-    from requant.validate.streamed import Judge
-
-    return lambda source, view, record: Judge(source, view, record, manifest.validation.numerics)
-
-
-def _judge(job: Job, quiet: bool) -> SignOff:
-    """Sign off what was just converted; of a streamed source nothing is left to read again."""
-    if not job.manifest.execute.stream:
-        return _validate(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
-    from requant.convert.stream import source_with_holes, stream_folder
-    from requant.convert.uploads import read_uploaded
-    from requant.validate.hashing import FileHash
-    from requant.validate.streamed import sign_off_streamed
-
-    output = job.plan.output
-    freed = {name: FileHash(name, shard.size, shard.sha256) for name, shard in read_uploaded(output).items()}
-    signed = sign_off_streamed(
-        output, source_with_holes(output), job.manifest, lambda label: _stage_bar(label, quiet), freed
-    )
-    shutil.rmtree(stream_folder(output))
-    return signed
-
-
-def _report(signed: SignOff, form: Format | None) -> None:
-    from requant.validate.report import render_text
-
-    if form is not None:
-        _emit(signed.to_json(), form, lambda: render_text(signed))
-    if not signed.signed_off:
-        raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
-
-
-def _bench_server(
-    server: Server,
-    load: Load,
-    concurrency: Sequence[int],
-    requests: Sequence[int],
-    out: Path | None,
-    form: Format,
-    quiet: bool,
-) -> None:
-    """Measure, print, keep what there is, and end with the run's fault if it has one."""
-    from requant.validate.serving import measure_server, run_text, write_run
-
-    def keep(run: Run) -> None:
-        if out is not None:
-            with _written(out):
-                write_run(run, out)
-
-    with _stage_bar("bench, concurrencies", quiet) as progress:
-        run = measure_server(server, load, concurrency, requests, keep=keep, progress=progress)
-    _emit(run.to_json(), form, lambda: run_text(run))
-    fault = run.fault()
-    if fault is not None:
-        raise fault
-
-
-def _check_push(manifest: str, sets: Sequence[str]) -> None:
-    """What --push needs, asked before hours of work."""
-    from requant.convert.publish import check_ready, publish_settings
-    from requant.manifests.load import load_manifest
-
-    publish_settings(load_manifest(manifest, sets).manifest)
-    check_ready()
-
-
-def _publish(
-    output: Path,
-    manifest: Manifest,
-    *,
-    repo: str | None = None,
-    via: Via | None = None,
-    private: bool | None = None,
-    dry_run: bool = False,
-    force_unsigned: bool = False,
-    quiet: bool,
-    form: Format | None,
-) -> str:
-    from huggingface_hub.utils import disable_progress_bars
-    from requant.convert.publish import publish as send
-    from requant.convert.publish import publish_settings
-
-    if quiet:
-        disable_progress_bars()
-    settings = publish_settings(manifest, repo=repo, via=via.value if via else None, private=private)
-    say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: typer.echo(line, err=True))
-    done = send(output, settings, dry_run=dry_run, force_unsigned=force_unsigned, say=say)
-    if form is not None:
-        _emit(done.to_json(), form, done.text)
-    return done.url
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,267 @@
+"""What the command line does between parsing and exit: progress bars, the stages of a job, and their printing.
+
+Beside cli.py and the publishing files this is the only place that sees both the writer and its judge.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from requant.manifests.errors import EnvironmentFault, NotSignedOffError
+
+if TYPE_CHECKING:
+    from requant.convert.execute import RunResult
+    from requant.convert.pipeline import Job
+    from requant.convert.stream import MakeJudge
+    from requant.convert.uploads import Uploader
+    from requant.manifests.schema import Manifest
+    from requant.validate.serving import Run, Server
+    from requant.validate.serving_load import Load
+    from requant.validate.verdict import SignOff
+
+__all__ = [
+    "ByteBar",
+    "Format",
+    "Via",
+    "bench_server",
+    "check_push",
+    "emit",
+    "judge_job",
+    "judge_output",
+    "publish_output",
+    "report_verdict",
+    "run_conversion",
+    "stage_bar",
+    "written",
+]
+
+log = logging.getLogger("requant")
+
+
+class Format(StrEnum):
+    """How results are printed."""
+
+    HUMAN = "human"
+    JSON = "json"
+
+
+def emit(value: dict[str, Any] | list[Any], form: Format, human: Callable[[], str]) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False) if form is Format.JSON else human())
+
+
+@contextmanager
+def written(path: Path) -> Generator[None]:
+    """A file that the user named and that cannot be written is no bug."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot be written: {error.strerror}",
+            where=str(path),
+            hint="name a file in a folder that you may write to",
+        ) from error
+
+
+class Via(StrEnum):
+    """What an upload lands in."""
+
+    PULL_REQUEST = "pull_request"
+    BRANCH = "branch"
+    MAIN = "main"
+
+
+class ByteBar:
+    """A tqdm bar on stderr over bytes; silent when asked or when stderr is no terminal and the log is elsewhere."""
+
+    def __init__(self, total: int, label: str, quiet: bool) -> None:
+        self._total, self._label, self._quiet = total, label, quiet
+        self._tqdm: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        from tqdm import tqdm
+
+        self._tqdm = tqdm(
+            total=self._total,
+            desc=self._label,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=self._quiet,
+            mininterval=0.2,
+            dynamic_ncols=True,
+        )
+        return self._tqdm.update
+
+    def __exit__(self, *_: object) -> None:
+        self._tqdm.close()
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self._total
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self._total = self._tqdm.total = total
+
+
+@contextmanager
+def stage_bar(label: str, quiet: bool) -> Generator[Callable[[int, int], None]]:
+    """A bar for a stage that counts (done, in all) by itself."""
+    bar = ByteBar(0, label, quiet)
+    with bar as update:
+        last = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            bar.total = total
+            update(done - last)
+            last = done
+
+        yield progress
+
+
+def run_conversion(job: Job, force: bool, quiet: bool, *, push: bool = False) -> RunResult:
+    from requant.convert.pipeline import run_job
+
+    with ByteBar(job.plan.bytes_in, "convert", quiet) as progress:
+        judge = _judge_maker(job.manifest)
+        with _uploading(job, push) as uploader:
+            result = run_job(job, force=force, progress=progress, make_judge=judge, uploader=uploader)
+    log.info("wrote %s (%d units, %d done by an earlier run)", job.plan.output, len(job.plan.units), result.resumed)
+    return result
+
+
+def judge_output(
+    output: Path,
+    source: Path,
+    manifest: Manifest,
+    *,
+    only: Sequence[str] | None,
+    activations: Path | None = None,
+    quiet: bool,
+) -> SignOff:
+    from requant.validate.stages import validate_output
+
+    def bar(label: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        return stage_bar(label, quiet)
+
+    return validate_output(output, source, manifest, only=only, activations=activations, bar=bar)
+
+
+def _uploading(job: Job, push: bool) -> AbstractContextManager[Uploader | None]:
+    """Uploads finished shards while the next are made, where the disk is too small for all of them."""
+    if not push or not job.manifest.execute.stream:
+        return nullcontext()
+    from requant.convert.publish import publish_settings
+    from requant.convert.repository import upload_target
+    from requant.convert.uploads import Uploader, must_free
+
+    if not must_free(job.plan):
+        return nullcontext()
+    return Uploader(job.plan, upload_target(publish_settings(job.manifest), job.manifest.name))
+
+
+def _judge_maker(manifest: Manifest) -> MakeJudge | None:
+    """What judges a streamed conversion while it runs."""
+    if not manifest.execute.stream:
+        return None
+    from requant.validate.streamed import Judge
+
+    return lambda source, view, record: Judge(source, view, record, manifest.validation.numerics)
+
+
+def judge_job(job: Job, quiet: bool) -> SignOff:
+    """Sign off what was just converted; of a streamed source nothing is left to read again."""
+    if not job.manifest.execute.stream:
+        return judge_output(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
+    from requant.convert.stream import source_with_holes, stream_folder
+    from requant.convert.uploads import read_uploaded
+    from requant.validate.hashing import FileHash
+    from requant.validate.streamed import sign_off_streamed
+
+    output = job.plan.output
+    freed = {name: FileHash(name, shard.size, shard.sha256) for name, shard in read_uploaded(output).items()}
+    signed = sign_off_streamed(
+        output, source_with_holes(output), job.manifest, lambda label: stage_bar(label, quiet), freed
+    )
+    shutil.rmtree(stream_folder(output))
+    return signed
+
+
+def report_verdict(signed: SignOff, form: Format | None) -> None:
+    from requant.validate.report import render_text
+
+    if form is not None:
+        emit(signed.to_json(), form, lambda: render_text(signed))
+    if not signed.signed_off:
+        raise NotSignedOffError("converted, but not signed off", hint="the gates above say what failed or did not run")
+
+
+def bench_server(
+    server: Server,
+    load: Load,
+    concurrency: Sequence[int],
+    requests: Sequence[int],
+    out: Path | None,
+    form: Format,
+    quiet: bool,
+) -> None:
+    """Measure, print, keep what there is, and end with the run's fault if it has one."""
+    from requant.validate.serving import measure_server, run_text, write_run
+
+    def keep(run: Run) -> None:
+        if out is not None:
+            with written(out):
+                write_run(run, out)
+
+    with stage_bar("bench, concurrencies", quiet) as progress:
+        run = measure_server(server, load, concurrency, requests, keep=keep, progress=progress)
+    emit(run.to_json(), form, lambda: run_text(run))
+    fault = run.fault()
+    if fault is not None:
+        raise fault
+
+
+def check_push(manifest: str, sets: Sequence[str]) -> None:
+    """What --push needs, asked before hours of work."""
+    from requant.convert.publish import check_ready, publish_settings
+    from requant.manifests.load import load_manifest
+
+    publish_settings(load_manifest(manifest, sets).manifest)
+    check_ready()
+
+
+def publish_output(
+    output: Path,
+    manifest: Manifest,
+    *,
+    repo: str | None = None,
+    via: Via | None = None,
+    private: bool | None = None,
+    dry_run: bool = False,
+    force_unsigned: bool = False,
+    quiet: bool,
+    form: Format | None,
+) -> str:
+    from huggingface_hub.utils import disable_progress_bars
+    from requant.convert.publish import publish as send
+    from requant.convert.publish import publish_settings
+
+    if quiet:
+        disable_progress_bars()
+    settings = publish_settings(manifest, repo=repo, via=via.value if via else None, private=private)
+    say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: typer.echo(line, err=True))
+    done = send(output, settings, dry_run=dry_run, force_unsigned=force_unsigned, say=say)
+    if form is not None:
+        emit(done.to_json(), form, done.text)
+    return done.url

@@ -175,7 +175,7 @@ def obtain(
     kept = load_calibration(calibration_path(catalogue, wanted), hessians=needed)
     if kept is not None or bar is None:
         return kept
-    with bar("calibrate") as progress:
+    with bar("calibrate, tokens") as progress:
         return calibrate(root, catalogue, layout, wanted, hessian=hessian, progress=progress)
 
 

@@ -80,7 +80,7 @@ class Via(StrEnum):
 
 
 class ByteBar:
-    """A tqdm bar on stderr over bytes; silent when asked or when stderr is no terminal and the log is elsewhere."""
+    """A tqdm bar on stderr over bytes, or tokens where its label ends so; silent when asked or when stderr is no terminal and the log is elsewhere."""
 
     def __init__(self, total: int, label: str, quiet: bool) -> None:
         self._total, self._label, self._quiet = total, label, quiet
@@ -92,7 +92,7 @@ class ByteBar:
         self._tqdm = tqdm(
             total=self._total,
             desc=self._label,
-            unit="B",
+            unit="tokens" if self._label.endswith("tokens") else "B",
             unit_scale=True,
             file=sys.stderr,
             disable=self._quiet,

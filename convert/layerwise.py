@@ -12,6 +12,7 @@ cache would get them (after the rotary embedding: a wrapper around the class's o
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -247,7 +248,7 @@ class SourceModel:
             return own(module, query, key, value, mask, **options)
 
         try:
-            masks: Any = __import__("transformers.masking_utils", fromlist=["eager_mask"])
+            masks: Any = importlib.import_module("transformers.masking_utils")
             classes.AttentionInterface.register(_ATTENTION, observed)
             classes.AttentionMaskInterface.register(_ATTENTION, masks.eager_mask)
             self._model.set_attn_implementation(_ATTENTION)

@@ -57,12 +57,12 @@ class Limits:
 
 _DEFAULTS: Final[Mapping[str, tuple[float, float]]] = {
     "fp8": (0.02, 1.03),
-    "nvfp4": (0.30, 1.35),
+    "nvfp4": (0.35, 1.50),
     "mxfp4": (0.80, 2.00),
 }
 """(max_kl, max_ppl_ratio) of a conversion that rounds, by the target's numbers. They hold for a model of 135 M weights,
-about the worst case (docs/accuracy.md: NVFP4 KL 0.2 and x1.2, MXFP4 0.5 and x1.6); larger models lose far less, and
-their manifests should say so."""
+about the worst case (docs/accuracy.md: by the nearest codes NVFP4 has KL 0.23 and x1.33, MXFP4 0.47 and x1.49); larger
+models lose far less, and their manifests should say so."""
 
 
 def default_limits(target: str, *, lossless: bool) -> tuple[float | None, float | None]:

@@ -80,7 +80,10 @@ class Via(StrEnum):
 
 
 class ByteBar:
-    """A tqdm bar on stderr over bytes, or tokens where its label ends so; silent when asked or when stderr is no terminal and the log is elsewhere."""
+    """A tqdm bar on stderr over bytes, or over tokens where its label ends so.
+
+    Silent when asked or when stderr is no terminal and the log is elsewhere.
+    """
 
     def __init__(self, total: int, label: str, quiet: bool) -> None:
         self._total, self._label, self._quiet = total, label, quiet

@@ -6,7 +6,7 @@ DEMO_OUT ?= out/demo
 JOBS     ?= 2
 
 BIN       := $(VENV)/bin
-INSTALL   := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 DEMO_ENV  := $(VENV)/.stamp-demo
 DEV_ENV   := $(VENV)/.stamp-dev
 EVAL_VENV := $(VENV)-eval

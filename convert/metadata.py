@@ -223,19 +223,16 @@ def expert_modules(converted: Iterable[str]) -> list[str]:
 
 
 def _deepseek_v4(plan: Plan, source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The hybrid that vLLM and SGLang load: still `fp8`, with NVFP4 experts named layer by layer."""
-    algo = "NVFP4" if plan.target_format == "nvfp4" else "W4A16_NVFP4"
-    layers = {name: {"quant_algo": algo, "group_size": 16} for name in expert_modules(plan.converted)}
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(16)}
-    if plan.target_format == "nvfp4":
-        group["input_activations"] = _weights(16)
+    """The hybrid that vLLM and SGLang load: still `fp8`, NVFP4 experts named layer by layer, never weight-only."""
+    layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in expert_modules(plan.converted)}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(16), "input_activations": _weights(16)}
     flat: dict[str, Any] = {
         **source,
         "config_groups": {"group_0": group},
         "group_size": 16,
         "ignore": list(DSV4_IGNORE),
         "kv_cache_quant_algo": None,
-        "moe_quant_algo": algo,
+        "moe_quant_algo": "NVFP4",
         "producer": producer(),
         "quant_algo": "MIXED_PRECISION",
         "quant_method": "fp8",

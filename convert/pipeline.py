@@ -286,16 +286,11 @@ def engine_of(plan: Plan) -> Engine:
 
 
 def copy_sidecars(plan: Plan, folder: Path) -> None:
-    """Byte copies of tokenizer, code, templates and whatever else stands beside the weights."""
+    """Byte copies of tokenizer, code, templates and whatever else stands beside the weights. OSError as it comes."""
     for file in plan.catalogue.sidecars:
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.copyfile(plan.catalogue.root / file, target)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"cannot be copied: {error.strerror}", where=file, hint="check the source folder and the disk"
-            ) from error
+        shutil.copyfile(plan.catalogue.root / file, target)
 
 
 def summarize(plan: Plan, result: RunResult) -> dict[str, Any]:

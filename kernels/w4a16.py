@@ -35,7 +35,7 @@ class _Properties(Protocol):
 
 Path = Literal["auto", "cuda", "triton"]
 FORMATS: Final = {NumberFormat.NVFP4: 0, NumberFormat.MXFP4: 1}
-"""enum Format of csrc/w4a16_core.cuh."""
+"""enum Format of csrc/w4a16_types.cuh."""
 K_MULTIPLE: Final = {NumberFormat.NVFP4: 16, NumberFormat.MXFP4: 32}
 POINTER_ALIGNMENT: Final = 16
 """Bytes: the widest single copy of the kernel."""

@@ -15,15 +15,15 @@ from requant.kernels.formats import NumberFormat
 __all__ = ["MAX_TOKENS", "WIDTHS", "Config", "alignment", "choose", "choose_grouped", "shared_bytes", "width_for"]
 
 STAGE_K: Final = 256
-"""kStageK of csrc/w4a16_core.cuh: k of one ring stage."""
+"""kStageK of csrc/w4a16_types.cuh: k of one ring stage."""
 TILE_ROWS: Final = 16
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Token widths that are compiled in; M is rounded up to one."""
 MAX_TOKENS: Final = WIDTHS[-1]
 GROUPED_WIDTH: Final = 16
-"""kGroupedTileTokens of csrc/w4a16_core.cuh."""
+"""kGroupedTileTokens of csrc/w4a16_types.cuh."""
 SCALE16, SCALE8, SCALE4, GENERAL = range(4)
-"""enum Alignment of csrc/w4a16_core.cuh."""
+"""enum Alignment of csrc/w4a16_types.cuh."""
 DEPTH: Final = 3
 """Ring stages of the variants that exist for every width, format and alignment."""
 

@@ -35,11 +35,21 @@ __all__ = [
 ]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
-SOURCE_FILES: Final = ("w4a16.cu", "w4a16_core.cuh", "fp4_decode.cuh", "ptx.cuh")
+SOURCE_FILES: Final = (
+    "w4a16.cu",
+    "w4a16_core.cuh",
+    "w4a16_types.cuh",
+    "w4a16_ring.cuh",
+    "w4a16_x.cuh",
+    "w4a16_tile.cuh",
+    "w4a16_sums.cuh",
+    "fp4_decode.cuh",
+    "ptx.cuh",
+)
 ROUTING_HEADER: Final = 4
-"""kRoutingHeader of w4a16_core.cuh."""
+"""kRoutingHeader of w4a16_types.cuh."""
 GROUPED_TILE_TOKENS: Final = 16
-"""kGroupedTileTokens of w4a16_core.cuh."""
+"""kGroupedTileTokens of w4a16_types.cuh."""
 MESSAGES: Final = {
     -1: "this variant is not compiled in",
     -2: "this configuration needs more shared memory than a block has",

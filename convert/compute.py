@@ -308,11 +308,11 @@ def _write_scalar(plan: Places, out: int, stored: np.float32, files: Opened) -> 
 
 def _encode(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     """A fused group by way of floats: for NVFP4 first the amax that its members share."""
-    from requant.kernels.quantize import nvfp4_global_scale
+    from requant.convert.global_scales import shared_global_scale
 
     choice = quantizer_choice(unit.scale)
     number = unit.members[0].form.number
-    s2 = nvfp4_global_scale(_group_amax(unit, files), choice) if number == "nvfp4" else None
+    s2 = shared_global_scale(unit, _group_amax(unit, files), choice, files) if number == "nvfp4" else None
     weights = 0
     for member in unit.members:
         if number == "bf16":

@@ -2,8 +2,9 @@
 
 FP32 reciprocals do not come back: 1/(1/x) is another number for about one x in seven. But what stands in a checkpoint
 is no arbitrary number: producers compute amax / 2688 and 2688 / amax from the same BF16 amax (2688 = 6 * 448; with
-four-over-six 1536 = 6 * 256). Where such an amax explains the one, the other is computed from it, and turning over
-twice gives back every bit. Powers of two, which the lossless repack chooses, come back anyway.
+four-over-six 1536 = 6 * 256), and our `scale: mse` from that amax times a number of eighths below three, which has 13
+significant bits. Where such a number explains the one, the other is computed from it, and turning over twice gives back
+every bit. Powers of two, which the lossless repack chooses, come back anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def turned_over(scale: np.float32) -> np.float32:
     for room in _ROOMS:
         top = np.float32(room)
         for guess in (scale * top, top / scale):  # amax from s2, amax from 1/s2
-            amax = _bf16(np.float32(guess))
+            amax = _short(np.float32(guess))
             if not (np.isfinite(amax) and amax > tiny):
                 continue
             if amax / top == scale:
@@ -45,7 +46,7 @@ def turned_over(scale: np.float32) -> np.float32:
     return plain
 
 
-def _bf16(value: np.float32) -> np.float32:
-    """The nearest BF16 number."""
+def _short(value: np.float32) -> np.float32:
+    """The nearest number of 13 significant bits."""
     word = int(value.view(np.uint32))
-    return np.uint32(((word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000) & 0xFFFFFFFF).view(np.float32)
+    return np.uint32(((word + 0x3FF + ((word >> 11) & 1)) & 0xFFFFF800) & 0xFFFFFFFF).view(np.float32)

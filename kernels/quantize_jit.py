@@ -180,11 +180,19 @@ def _mxfp4(source: NDArray[Any], shift: int, codes: Bytes, scales: Bytes) -> int
 
 
 def _nvfp4(
-    source: NDArray[Any], shift: int, global_scale: Any, choice: int, importance: Floats, codes: Bytes, scales: Bytes
+    source: NDArray[Any],
+    shift: int,
+    global_scale: Any,
+    choice: int,
+    importance: Floats,
+    codes: Bytes,
+    scales: Bytes,
+    missed: NDArray[np.float64],
 ) -> int:
     """Flat weights to flat codes and E4M3 bytes; the index of the first infinity or NaN, or -1.
 
     importance [K] weighs the squared error of column k, or is empty; choice: 0 nearest, 1 four-over-six, 2 mse.
+    missed [1]: raised by the squared error of the scales that a search chose, in units of the global scale squared.
     """
     words = np.empty(_CHUNK, np.uint32)
     values = words.view(np.float32)
@@ -242,6 +250,8 @@ def _nvfp4(
                         _e4m3_values(byte, scale, scale_bits, blocks)
                         _block_error(turned, weights, scale, global_scale, error, blocks)
                         _better(error, best, byte, out_scales, blocks)
+            for b in range(blocks):
+                missed[0] += np.float64(best[b])
             _e4m3_values(out_scales, scale, scale_bits, blocks)
         for b in range(blocks):
             scale[b] = scale[b] * global_scale
@@ -290,11 +300,8 @@ _SEARCH = (_e4m3_values, _round_e4m3, _block_error, _better)
 
 bf16_mxfp4 = kernel("const u16[:]", "i64", "u8[:]", "u8[:]", uses=_SHARED)(_mxfp4)
 f32_mxfp4 = kernel("const u32[:]", "i64", "u8[:]", "u8[:]", uses=_SHARED)(_mxfp4)
-bf16_nvfp4 = kernel("const u16[:]", "i64", "f32", "i64", "const f32[:]", "u8[:]", "u8[:]", uses=(*_SHARED, *_SEARCH))(
-    _nvfp4
-)
-f32_nvfp4 = kernel("const u32[:]", "i64", "f32", "i64", "const f32[:]", "u8[:]", "u8[:]", uses=(*_SHARED, *_SEARCH))(
-    _nvfp4
-)
+_NVFP4: Final = ("i64", "f32", "i64", "const f32[:]", "u8[:]", "u8[:]", "f64[:]")
+bf16_nvfp4 = kernel("const u16[:]", *_NVFP4, uses=(*_SHARED, *_SEARCH))(_nvfp4)
+f32_nvfp4 = kernel("const u32[:]", *_NVFP4, uses=(*_SHARED, *_SEARCH))(_nvfp4)
 bf16_amax = kernel("const u16[:]", "i64", "u32[:]", uses=_SHARED)(_amax)
 f32_amax = kernel("const u32[:]", "i64", "u32[:]", uses=_SHARED)(_amax)

@@ -140,8 +140,9 @@ class LayerRule(Section):
     scale: ScaleChoice = Field(
         default="lossless",
         description="How block scales are chosen. `lossless` moves an MXFP4 scale over exactly (default for nvfp4); "
-        "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error; "
-        "`weighted` is `mse` with each input channel weighed by what activations.calibrate saw there.",
+        "`nearest` rounds as modelopt does (default for mxfp4, fp8); `four-over-six` and `mse` search for less error, "
+        "`mse` over the global scale too; `weighted` is `mse` with each input channel weighed by what "
+        "activations.calibrate saw there.",
     )
     rounding: Rounding = Field(
         default="nearest",

@@ -69,6 +69,14 @@ VARIANTS = {  # name: (what the table says, rule, target, source variant or None
         False,
         False,
     ),
+    "mxfp4-bf16-nvfp4-mse": (
+        "MXFP4 -> BF16 -> NVFP4 mse",
+        "to: nvfp4, scale: mse",
+        W4A16,
+        "mxfp4-bf16",
+        False,
+        False,
+    ),
     "w4a4-constant": ("NVFP4 nearest, W4A4, input_scale 1.0", "to: nvfp4, scale: nearest", NVFP4, None, False, True),
     "w4a4-calibrated": ("NVFP4 nearest, W4A4, calibrated", "to: nvfp4, scale: nearest", NVFP4, None, True, True),
 }

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from requant.kernels.cpu_dequant import dequantize_fp8_block, dequantize_mxfp4, dequantize_nvfp4
-from requant.kernels.quantize import amax, bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
+from requant.kernels.quantize import amax, bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale, sweep_global_scale
 from requant.kernels.repack_jit import half_census, repack_tile
 
 N = K = 4096
@@ -44,6 +44,10 @@ def rows() -> dict[str, Callable[[int, int], None]]:
         scale_2 = nvfp4_global_scale(top, scale)
         return lambda a, b: bf16_to_nvfp4(weight[a:b], scale_2, codes[a:b], s16[a:b], scale)
 
+    def swept(a, b):
+        scale_2 = sweep_global_scale(top, [(bf16[a:b:64].copy(), None)], "mse")
+        bf16_to_nvfp4(bf16[a:b], scale_2, codes[a:b], s16[a:b], "mse")
+
     def fp8_to_nvfp4(a, b):
         tile = np.empty((64, K), np.float32)
         for r in range(a, b, 64):
@@ -62,7 +66,8 @@ def rows() -> dict[str, Callable[[int, int], None]]:
         "BF16 -> MXFP4": lambda a, b: bf16_to_mxfp4(bf16[a:b], codes[a:b], s32[a:b]),
         "BF16 -> NVFP4 nearest": nvfp4("nearest"),
         "BF16 -> NVFP4 four-over-six": nvfp4("four-over-six"),
-        "BF16 -> NVFP4 mse": nvfp4("mse"),
+        "BF16 -> NVFP4 mse, under a given global scale": nvfp4("mse"),
+        "BF16 -> NVFP4 mse": swept,
         "F32 -> NVFP4 nearest": nvfp4("nearest", f32),
         "F16 -> NVFP4 nearest": nvfp4("nearest", f32.astype(np.float16)),
         "FP8 block -> NVFP4 nearest": fp8_to_nvfp4,

@@ -65,8 +65,10 @@ def test_scalars_that_come_from_a_bf16_amax_come_back(amax):
     """2688 / amax and amax / 2688, whichever is stored; 1/(1/x) alone would lose a bit in one of seven."""
     amax = np.float32(ml_dtypes.bfloat16(amax))
     for room in (np.float32(2688), np.float32(1536)):
-        for stored in (amax / room, room / amax):
-            assert turned_over(turned_over(stored)) == stored
+        for eighths in (8, *range(12, 24)):
+            swept = amax * np.float32(eighths / 8)
+            for stored in (swept / room, room / swept):
+                assert turned_over(turned_over(stored)) == stored
     assert turned_over(amax / np.float32(2688)) == np.float32(2688) / amax
 
 

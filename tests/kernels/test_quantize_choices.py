@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from requant.kernels import reference
 from requant.kernels.formats import E4M3_VALUES
-from requant.kernels.quantize import NonFiniteError, amax, bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_global_scale
+from requant.kernels.quantize import (
+    NonFiniteError,
+    amax,
+    bf16_to_mxfp4,
+    bf16_to_nvfp4,
+    nvfp4_global_scale,
+    sweep_global_scale,
+)
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -53,6 +60,60 @@ def test_mse_finds_the_best_of_all_126_scales(gaussian):
     nearest = block_errors(gaussian, *nvfp4(gaussian, scale_2), scale_2)
     assert (errors <= nearest * (1 + 1e-5)).all()
     assert sqnr(gaussian, errors) > sqnr(gaussian, nearest) + 1.2
+
+
+def test_the_error_that_mse_reports_is_the_one_it_makes(gaussian):
+    importance = np.linspace(0.5, 2, 256, dtype=np.float32)
+    scale_2 = nvfp4_global_scale(amax(gaussian), "mse")
+    codes, scales = np.empty((96, 128), np.uint8), np.empty((96, 16), np.uint8)
+    for weights in (None, importance):
+        told = bf16_to_nvfp4(gaussian, scale_2, codes, scales, "mse", weights)
+        miss = reference.dequantize_nvfp4(codes, scales, float(scale_2)) - gaussian.astype(np.float64)
+        assert told == pytest.approx((miss * miss * (1.0 if weights is None else weights)).sum(), rel=1e-5)
+    assert bf16_to_nvfp4(gaussian, scale_2, codes, scales) == 0.0
+
+
+@pytest.mark.parametrize("top", [6, 4, 3, 2])
+def test_a_swept_global_scale_finds_the_grid_of_weights_that_were_mxfp4(top):
+    """Upcast checkpoints (gpt-oss in BF16): s2 from the amax misses the grid, a power of two hits every value."""
+    rng = np.random.default_rng(top)
+    grid = np.array([x for x in GRID if x <= top])
+    w = (rng.choice(grid, (64, 256)) * rng.choice([-1, 1], (64, 256))).astype(np.float32)
+    w[:, ::16] = top
+    w = (w.reshape(64, 8, 32) * np.exp2(rng.integers(-9, -3, (64, 8, 1))).astype(np.float32)).reshape(64, 256)
+    swept = sweep_global_scale(amax(w), [(w[:16], None), (w[40:44], None)])
+    assert np.frexp(swept)[0] == 0.5
+    decoded = reference.dequantize_nvfp4(*nvfp4(w, swept, "mse"), float(swept)).astype(np.float32)
+    np.testing.assert_array_equal(decoded, w)
+    plain = nvfp4_global_scale(amax(w), "mse")
+    lost = sqnr(w, block_errors(w, *nvfp4(w, plain, "mse"), plain))
+    assert (lost < 40) == (top in (4, 2))
+
+
+def test_a_sweep_keeps_the_scale_of_the_amax_where_nothing_saves_a_hundredth(gaussian):
+    scale_2 = nvfp4_global_scale(amax(gaussian), "mse")
+    assert sweep_global_scale(amax(gaussian), [(gaussian, None)]) == scale_2
+
+
+def test_a_sweep_obeys_the_importance_of_channels():
+    """Half the channels are on MXFP4's grid, half are noise: what matters decides."""
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((64, 256)).astype(np.float32) * np.float32(0.3)
+    w[:, :128] = rng.choice(np.float32([-4, -1.5, 0.5, 2, 3]), (64, 128))
+    importance = np.repeat(np.float32([1, 0]), 128)
+    for weights, exact in ((importance, True), (1 - importance, False)):
+        swept = sweep_global_scale(4.0, [(w, weights)])
+        errors = block_errors(w, *nvfp4(w, swept, "mse", weights), swept)
+        assert (errors[:, :8].sum() < 1e-9) == exact
+
+
+def test_a_sweep_never_leaves_fp32(gaussian):
+    for top in (np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal):
+        w = np.full((1, 16), top, np.float32)
+        scale_2 = sweep_global_scale(float(top), [(w, None)])
+        assert np.isfinite(scale_2)
+        assert scale_2 > 0
+    assert sweep_global_scale(0.0, [(np.zeros((1, 16), np.float32), None)]) == 1
 
 
 def test_four_over_six_takes_the_better_of_its_two_scales(gaussian):

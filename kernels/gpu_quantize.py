@@ -35,10 +35,10 @@ from requant.kernels.repack import Counts, choose_exponent, window_exponent
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Quantized", "Repacked", "availability", "load_library", "quantize", "repack", "repack_halves"]
+__all__ = ["Launcher", "Quantized", "Repacked", "availability", "load_library", "quantize", "repack", "repack_halves"]
 
 _SOURCE: Final = cuda_build.CSRC / "quantize.cu"
-_HEADERS: Final = ("quantize_bf16.cuh", "quantize_repack.cuh", "w4a4_encode.cuh", "fp4_mma.cuh")
+_HEADERS: Final = ("quantize_bf16.cuh", "quantize_float.cuh", "quantize_repack.cuh", "w4a4_encode.cuh", "fp4_mma.cuh")
 _OLDEST: Final = (8, 0)
 """redux.sync."""
 _ALIGNMENT: Final = 16
@@ -75,13 +75,16 @@ def load_library(target: str) -> ctypes.CDLL:
     library.requant_bf16_amax.argtypes = [pointer, size, pointer, pointer]
     library.requant_global_scale.argtypes = [pointer, pointer, pointer]
     library.requant_bf16_nvfp4.argtypes = [pointer, size, pointer, pointer, pointer, pointer]
+    floats = [number, pointer, size, number, pointer, number, number, ctypes.c_longlong]
+    library.requant_float_amax.argtypes = [*floats, pointer, pointer]
+    library.requant_float_nvfp4.argtypes = [*floats, pointer, pointer, pointer, pointer]
     library.requant_quantize_error.argtypes = [number]
     library.requant_quantize_error.restype = ctypes.c_char_p
     return library
 
 
-class _Launcher:
-    """Calls into the library on the current stream of one device."""
+class Launcher:
+    """Calls into the library on the current stream of one device. KernelUnavailableError where it cannot run."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -94,7 +97,8 @@ class _Launcher:
         self.device = device
         self._library = load_library(cuda_build.architecture(capability))
 
-    def __call__(self, name: str, *arguments: torch.Tensor | int) -> None:
+    def __call__(self, name: str, *arguments: torch.Tensor | int | None) -> None:
+        """Queue requant_`name` (csrc/quantize.cu) with these operands. RuntimeError if CUDA refuses it."""
         import torch
 
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -145,7 +149,7 @@ def repack(members: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Repacked:
     import torch
 
     _check_mxfp4(members)
-    launch = _Launcher(members[0][0].device)
+    launch = Launcher(members[0][0].device)
     span = torch.tensor([255, 0], dtype=torch.int32, device=launch.device)
     for _, scales in members:
         launch("scale_range", scales, scales.numel(), span)
@@ -166,7 +170,7 @@ def repack(members: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Repacked:
     return Repacked(m, tuple(out), Counts(exact=sum(scales.numel() for _, scales in out)))
 
 
-def _repack_step_2(members: Sequence[tuple[torch.Tensor, torch.Tensor]], launch: _Launcher) -> Repacked:
+def _repack_step_2(members: Sequence[tuple[torch.Tensor, torch.Tensor]], launch: Launcher) -> Repacked:
     import torch
 
     hist = torch.zeros((256, 4, 4, 2), dtype=torch.int64, device=launch.device)
@@ -193,12 +197,12 @@ def repack_halves(codes: torch.Tensor, scales: torch.Tensor, m: int) -> tuple[to
     ValueError where a half would need a scale over 2^8 that doubling cannot avoid: m is too small.
     """
     _check_mxfp4([(codes, scales)])
-    out, counts = _halves([(codes, scales)], m, _Launcher(codes.device))
+    out, counts = _halves([(codes, scales)], m, Launcher(codes.device))
     return *out[0], counts
 
 
 def _halves(
-    members: Sequence[tuple[torch.Tensor, torch.Tensor]], m: int, launch: _Launcher
+    members: Sequence[tuple[torch.Tensor, torch.Tensor]], m: int, launch: Launcher
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Counts]:
     import torch
 
@@ -237,7 +241,7 @@ def quantize(
             raise ValueError(f"K = {w.shape[-1]} is not a multiple of {NVFP4_GROUP}")
         if w.device != weights[0].device:
             raise ValueError("all members of a fused group must lie on one device")
-    launch = _Launcher(weights[0].device)
+    launch = Launcher(weights[0].device)
     amax = torch.zeros(1, dtype=torch.int32, device=launch.device)
     if global_scale is None or check:
         for w in weights:

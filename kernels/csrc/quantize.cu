@@ -1,10 +1,11 @@
-// MXFP4 -> NVFP4 and BF16 -> NVFP4 on the GPU: the CPU's rules (repack_jit.py, quantize.py), its bytes, at the speed of
+// MXFP4, BF16, F16, F32 and FP8 -> NVFP4 on the GPU: the CPU's rules (repack_jit.py, quantize.py), its bytes, at the speed of
 // a copy. Each entry point launches on the given stream and returns a cudaError_t; the caller (gpu_quantize.py) has
 // checked shapes and alignment. No allocation, no synchronisation: safe inside a CUDA graph.
 //
 // One thread takes one 32-block (16 bytes of codes, 1 scale byte in, 2 out) or one 16-block of BF16 (32 bytes in, 8 + 1
 // out); tensors are flat lists of blocks, since a row is a whole number of them.
 #include "quantize_bf16.cuh"
+#include "quantize_float.cuh"
 #include "quantize_repack.cuh"
 
 using namespace requant;
@@ -19,6 +20,17 @@ unsigned grid_for(size_t items, int per_thread) {
 }
 
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+constexpr unsigned MOST_CTAS = 4096;  // of the kernels that stride over the grid
+
+unsigned strided_grid(size_t items) {
+  const unsigned grid = grid_for(items, 1);
+  return grid < MOST_CTAS ? grid : MOST_CTAS;
+}
+
+FloatArgs float_args(const void* w, size_t blocks, int blocks_per_row, const float* grid, int high, int wide, long long row) {
+  return {w, blocks, blocks_per_row, grid, high, wide, wide ? (16 * blocks_per_row + wide - 1) / wide : 0, row};
+}
 
 }  // namespace
 
@@ -35,7 +47,7 @@ int requant_repack_window(const void* codes, const uint8_t* scales, size_t block
                           void* out_scales, void* stream) {
   const RepackArgs args{static_cast<const uint4*>(codes), scales, static_cast<uint4*>(out_codes),
                         static_cast<uint16_t*>(out_scales), nullptr, blocks, m};
-  repack_kernel<true><<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
+  window_kernel<<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
   return cudaGetLastError();
 }
 
@@ -45,14 +57,14 @@ int requant_repack_halves(const void* codes, const uint8_t* scales, size_t block
                           void* out_scales, unsigned long long* counts, void* stream) {
   const RepackArgs args{static_cast<const uint4*>(codes), scales, static_cast<uint4*>(out_codes),
                         static_cast<uint16_t*>(out_scales), counts, blocks, m};
-  repack_kernel<false><<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
+  halves_kernel<<<grid_for(blocks, REPACK_UNROLL), THREADS, 0, stream_of(stream)>>>(args);
   return cudaGetLastError();
 }
 
 // hist[256][4][4][2] is added to: halves by E8M0 byte, exact halvings, exact doublings, live.
 int requant_half_census(const void* codes, const uint8_t* scales, size_t blocks, unsigned long long* hist,
                         void* stream) {
-  const unsigned most = 1024, grid = grid_for(blocks, 8);  // a CTA clears and flushes 32 KB: let it do enough between
+  const unsigned most = 132 * 7, grid = grid_for(blocks, 8);  // a CTA clears and flushes 32 KB, and 7 fit an H200's SM
   census_kernel<<<grid < most ? grid : most, THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales, blocks, hist);
   return cudaGetLastError();
 }
@@ -60,7 +72,7 @@ int requant_half_census(const void* codes, const uint8_t* scales, size_t blocks,
 // err[256]: squared error per E8M0 byte, unit 4^(byte - 128); counts[0]: scales below 2^-6, counts[1]: impossible.
 int requant_lossy_error(const void* codes, const uint8_t* scales, size_t blocks, int m, unsigned long long* err,
                         unsigned long long* counts, void* stream) {
-  lossy_error_kernel<<<grid_for(blocks, 4), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales,
+  lossy_error_kernel<<<grid_for(blocks, LOSSY_PER_THREAD), THREADS, 0, stream_of(stream)>>>(static_cast<const uint4*>(codes), scales,
                                                                              blocks, m, err, counts);
   return cudaGetLastError();
 }
@@ -83,6 +95,37 @@ int requant_bf16_nvfp4(const void* w, size_t blocks, const float* scale_2, void*
                        void* stream) {
   bf16_nvfp4_kernel<<<grid_for(blocks, ENCODE_UNROLL), THREADS, 0, stream_of(stream)>>>(
       static_cast<const uint4*>(w), blocks, scale_2, static_cast<uint2*>(out_codes), out_scales);
+  return cudaGetLastError();
+}
+
+// kind: enum Source. grid float32 [.., ceil(K / wide)] for FP8, whose blocks are high x wide; row: of the tensor, where w
+// starts. amax[0] as in requant_bf16_amax.
+int requant_float_amax(int kind, const void* w, size_t blocks, int blocks_per_row, const float* grid, int high, int wide,
+                       long long row, unsigned* amax, void* stream) {
+  const FloatArgs args = float_args(w, blocks, blocks_per_row, grid, high, wide, row);
+  const unsigned ctas = strided_grid(blocks);
+  switch (static_cast<Source>(kind)) {
+    case Source::F16: float_amax_kernel<Source::F16><<<ctas, THREADS, 0, stream_of(stream)>>>(args, amax); break;
+    case Source::F32: float_amax_kernel<Source::F32><<<ctas, THREADS, 0, stream_of(stream)>>>(args, amax); break;
+    case Source::FP8: float_amax_kernel<Source::FP8><<<ctas, THREADS, 0, stream_of(stream)>>>(args, amax); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+// As requant_bf16_nvfp4, of the sources of requant_float_amax.
+int requant_float_nvfp4(int kind, const void* w, size_t blocks, int blocks_per_row, const float* grid, int high, int wide,
+                        long long row, const float* scale_2, void* out_codes, uint8_t* out_scales, void* stream) {
+  const FloatArgs args = float_args(w, blocks, blocks_per_row, grid, high, wide, row);
+  const unsigned ctas = strided_grid(blocks);
+  uint2* const codes = static_cast<uint2*>(out_codes);
+  cudaStream_t on = stream_of(stream);
+  switch (static_cast<Source>(kind)) {
+    case Source::F16: float_nvfp4_kernel<Source::F16><<<ctas, THREADS, 0, on>>>(args, scale_2, codes, out_scales); break;
+    case Source::F32: float_nvfp4_kernel<Source::F32><<<ctas, THREADS, 0, on>>>(args, scale_2, codes, out_scales); break;
+    case Source::FP8: float_nvfp4_kernel<Source::FP8><<<ctas, THREADS, 0, on>>>(args, scale_2, codes, out_scales); break;
+    default: return cudaErrorInvalidValue;
+  }
   return cudaGetLastError();
 }
 

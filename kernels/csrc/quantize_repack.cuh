@@ -1,7 +1,7 @@
 // MXFP4 -> NVFP4, the loops over blocks: kernels/repack_jit.py once more, decision for decision, in integers.
 //
 // Most 32-blocks take the short way: their scale 2^p has p in [-6, 8], the codes pass unchanged, and all that is asked of
-// them is whether any magnitude is nonzero. The rest (shifts and least-squares fits) is rare and branches.
+// them is whether any magnitude is nonzero. The rest (shifts and least-squares fits) is gathered first.
 // The rules compile for the host too; the kernels are below them.
 #pragma once
 #include <stddef.h>
@@ -11,7 +11,9 @@
 
 namespace requant {
 
-constexpr int REPACK_UNROLL = 4;
+constexpr int REPACK_UNROLL = 4;  // blocks a thread has in flight
+constexpr int CENSUS_UNROLL = 2;
+constexpr int LOSSY_PER_THREAD = 16;
 constexpr int E8M0_BIAS = 127;
 constexpr unsigned DEAD_BYTE = 0x08;  // 2^-6: a scale that no kernel flushes
 constexpr int KEEP = 0, SHIFT = 1, LOSSY = 2, IMPOSSIBLE = 3;
@@ -196,27 +198,29 @@ struct Tally {  // halves; those that are in none of these kept codes and value
   unsigned shifted = 0, lossy = 0, below = 0, impossible = 0;
 };
 
+// A half that loses bits: the scale byte with the least squared error, and the codes nearest under it.
+FP4_HD unsigned settle_lossy(uint64_t& half, int p, Tally& tally) {
+  const Fit best = fit(half, p);
+  half = best.at < 0 ? half & 0x8888888888888888ull : map_codes(half, tables().fitted[best.at]);
+  ++tally.lossy;
+  tally.below += best.byte < 8;
+  return best.byte;
+}
+
 // One half by the table of repack_jit.py; returns its scale byte and rewrites its codes.
 FP4_HD unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
   const Limits found = limits_of(half);
   if (!found.live) return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
   const Settled way = settle(p, found);
-  unsigned byte;
   if (way.kind == IMPOSSIBLE) {
     ++tally.impossible;
     return DEAD_BYTE;
   }
-  if (way.kind == LOSSY) {
-    const Fit best = fit(half, p);
-    byte = best.byte;
-    half = best.at < 0 ? half & 0x8888888888888888ull : map_codes(half, tables().fitted[best.at]);
-    ++tally.lossy;
-  } else {
-    byte = pow2_byte(way.exponent);
-    if (way.kind == SHIFT) {
-      half = map_codes(half, tables().shifted[way.shift + 3]);
-      ++tally.shifted;
-    }
+  if (way.kind == LOSSY) return settle_lossy(half, p, tally);
+  const unsigned byte = pow2_byte(way.exponent);
+  if (way.kind == SHIFT) {
+    half = map_codes(half, tables().shifted[way.shift + 3]);
+    ++tally.shifted;
   }
   tally.below += byte < 8;
   return byte;
@@ -237,14 +241,14 @@ __device__ __forceinline__ uint64_t half_of(const uint4& codes, int half) {
   return half ? static_cast<uint64_t>(codes.w) << 32 | codes.z : static_cast<uint64_t>(codes.y) << 32 | codes.x;
 }
 
-__device__ __forceinline__ void add_to(unsigned long long* total, unsigned mine) {
+// Into a shared counter, once per warp.
+__device__ __forceinline__ void count_in(unsigned* total, unsigned mine) {
   const unsigned sum = __reduce_add_sync(0xFFFFFFFFu, mine);
-  if (sum && threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(sum));
+  if (sum && threadIdx.x % 32 == 0) atomicAdd(total, sum);
 }
 
-// WINDOW: every scale fits and no code is looked at (repack.window_scales). Otherwise the table of repack_jit.py.
-template <bool WINDOW>
-__global__ void __launch_bounds__(256) repack_kernel(const RepackArgs args) {
+// Step 1: every scale fits and no code is looked at (repack.window_scales).
+__global__ void __launch_bounds__(256) window_kernel(const RepackArgs args) {
   const size_t stride = blockDim.x, first = blockIdx.x * stride * REPACK_UNROLL + threadIdx.x;
   uint4 codes[REPACK_UNROLL];
   int scale[REPACK_UNROLL];
@@ -253,69 +257,134 @@ FP4_UNROLL
     const size_t block = first + i * stride;
     if (block < args.blocks) codes[i] = __ldcs(args.codes + block), scale[i] = args.scales[block];
   }
-  Tally tally;
 FP4_UNROLL
   for (int i = 0; i < REPACK_UNROLL; ++i) {
     const size_t block = first + i * stride;
     if (block >= args.blocks) continue;
-    const int p = scale[i] - E8M0_BIAS - args.m;
-    unsigned low, high;
-    if constexpr (WINDOW) {
-      low = high = static_cast<unsigned>(p + 7) << 3;
-    } else {
-      const bool dead = ((codes[i].x | codes[i].y | codes[i].z | codes[i].w) & 0x77777777u) == 0;
-      if (p >= -6 && p <= 8) {
-        low = high = dead ? DEAD_BYTE : pow2_byte(p);
-      } else {
-        uint64_t a = half_of(codes[i], 0), b = half_of(codes[i], 1);
-        low = settle_half(a, p, dead, tally);
-        high = settle_half(b, p, dead, tally);
-        codes[i] = make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
-                              static_cast<uint32_t>(b >> 32));
-      }
-    }
+    const unsigned byte = static_cast<unsigned>(scale[i] - E8M0_BIAS - args.m + 7) << 3;
     __stcs(args.out_codes + block, codes[i]);
-    args.out_scales[block] = static_cast<uint16_t>(low | high << 8);
-  }
-  if constexpr (!WINDOW) {
-    add_to(args.counts + 0, tally.shifted);  // rare: an addition per warp to one address would cost more than the rest
-    add_to(args.counts + 1, tally.lossy);
-    add_to(args.counts + 2, tally.below);
-    add_to(args.counts + 3, tally.impossible);
+    args.out_scales[block] = static_cast<uint16_t>(byte | byte << 8);
   }
 }
 
-// Halves of one warp that fall on the same bin are added once: neighbours mostly share their scale.
+// Step 2: the table of repack_jit.py. A live block out of range costs some 500 instructions, and a warp pays for them if
+// one of its lanes does: so such blocks are queued in shared memory and settled side by side, a half per thread, and the
+// halves that need a fit (half of the cost) once more apart. Their owners then write all blocks alike, 16 bytes each.
+__global__ void __launch_bounds__(256) halves_kernel(const RepackArgs args) {
+  constexpr int MOST = 256 * REPACK_UNROLL;
+  __shared__ uint4 queue[MOST];          // codes of the blocks out of range
+  __shared__ int8_t exponent[MOST];      // their p, clamped: past 14 octaves under the range all is zero
+  __shared__ uint16_t scale_out[MOST];
+  __shared__ uint16_t lossy[2 * MOST];   // halves that need a fit
+  __shared__ unsigned queued, fits, total[4];
+  const size_t stride = blockDim.x, first = blockIdx.x * stride * REPACK_UNROLL + threadIdx.x;
+  uint4 codes[REPACK_UNROLL];
+  int scale[REPACK_UNROLL], place[REPACK_UNROLL];
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    const size_t block = first + i * stride;
+    codes[i] = make_uint4(0, 0, 0, 0), scale[i] = 0;
+    if (block < args.blocks) codes[i] = __ldcs(args.codes + block), scale[i] = args.scales[block];
+  }
+  if (threadIdx.x == 0) queued = fits = 0;
+  if (threadIdx.x < 4) total[threadIdx.x] = 0;
+  __syncthreads();
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    const size_t block = first + i * stride;
+    const int p = scale[i] - E8M0_BIAS - args.m;
+    const bool dead = ((codes[i].x | codes[i].y | codes[i].z | codes[i].w) & 0x77777777u) == 0;
+    const bool inside = p >= -6 && p <= 8, waits = !inside && !dead;  // blocks past the end are dead
+    const unsigned waiting = __ballot_sync(0xFFFFFFFFu, waits), lane = threadIdx.x % 32;
+    unsigned base = 0;
+    if (waiting && lane == 0) base = atomicAdd(&queued, static_cast<unsigned>(__popc(waiting)));
+    base = __shfl_sync(0xFFFFFFFFu, base, 0);
+    place[i] = waits ? static_cast<int>(base) + __popc(waiting & ((1u << lane) - 1)) : -1;
+    if (waits) {
+      queue[place[i]] = codes[i];
+      exponent[place[i]] = static_cast<int8_t>(p < -24 ? -24 : p > 24 ? 24 : p);
+    } else if (block < args.blocks) {
+      const unsigned byte = dead ? DEAD_BYTE : pow2_byte(p);
+      __stcs(args.out_codes + block, codes[i]);
+      args.out_scales[block] = static_cast<uint16_t>(byte | byte << 8);
+    }
+  }
+  __syncthreads();
+  if (queued == 0) return;
+  uint64_t* const halves = reinterpret_cast<uint64_t*>(queue);
+  uint8_t* const bytes = reinterpret_cast<uint8_t*>(scale_out);
+  Tally tally;
+  for (unsigned at = threadIdx.x; at < 2 * queued; at += blockDim.x) {
+    uint64_t half = halves[at];
+    const int p = exponent[at / 2];
+    const Limits found = limits_of(half);
+    if (found.live && settle(p, found).kind == LOSSY) {
+      lossy[atomicAdd(&fits, 1u)] = static_cast<uint16_t>(at);
+    } else {
+      bytes[at] = static_cast<uint8_t>(settle_half(half, p, false, tally));
+      halves[at] = half;
+    }
+  }
+  __syncthreads();
+  for (unsigned at = threadIdx.x; at < fits; at += blockDim.x) {
+    const unsigned which = lossy[at];
+    bytes[which] = static_cast<uint8_t>(settle_lossy(halves[which], exponent[which / 2], tally));
+  }
+  count_in(total + 0, tally.shifted), count_in(total + 1, tally.lossy);
+  count_in(total + 2, tally.below), count_in(total + 3, tally.impossible);
+  __syncthreads();
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    if (place[i] < 0) continue;
+    const size_t block = first + i * stride;
+    __stcs(args.out_codes + block, queue[place[i]]);
+    args.out_scales[block] = scale_out[place[i]];
+  }
+  // One addition per CTA: one per warp to the same address would cost more than all the rest.
+  if (threadIdx.x < 4 && total[threadIdx.x])
+    atomicAdd(args.counts + threadIdx.x, static_cast<unsigned long long>(total[threadIdx.x]));
+}
+
+// Where a scale's 32 bins lie: turned by the scale, so that neighbours with like codes and unlike scales meet no bank twice.
+__device__ __forceinline__ unsigned bin_of(unsigned scale, unsigned kind) { return scale * 32 + ((kind ^ scale) & 31); }
+
+// Increments of one shared word by several lanes are one operation (ATOMS.POPC.INC): neighbours mostly share their bin.
 __global__ void __launch_bounds__(256) census_kernel(const uint4* codes, const uint8_t* scales, size_t blocks,
                                                      unsigned long long* hist) {
   __shared__ unsigned bins[256 * 32];
   for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x) bins[i] = 0;
   __syncthreads();
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t base = static_cast<size_t>(blockIdx.x) * blockDim.x; base < blocks; base += stride) {
-    const size_t block = base + threadIdx.x;
-    const bool there = block < blocks;
-    const uint4 v = there ? codes[block] : make_uint4(0, 0, 0, 0);
-    const unsigned scale = there ? scales[block] : 0;
-    for (int half = 0; half < 2; ++half) {
-      const Limits found = limits_of(half_of(v, half));
-      const unsigned bin = there ? scale * 32 + found.halvings * 8 + found.doublings * 2 + found.live : 0xFFFFFFFFu;
-#if __CUDA_ARCH__ >= 700
-      const unsigned peers = __match_any_sync(0xFFFFFFFFu, bin);
-      if (there && __ffs(static_cast<int>(peers)) - 1 == static_cast<int>(threadIdx.x % 32))
-        atomicAdd(bins + bin, static_cast<unsigned>(__popc(peers)));
-#else
-      if (there) atomicAdd(bins + bin, 1u);
-#endif
+  for (size_t base = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; base < blocks; base += CENSUS_UNROLL * stride) {
+    uint4 v[CENSUS_UNROLL];
+    unsigned scale[CENSUS_UNROLL];
+FP4_UNROLL
+    for (int i = 0; i < CENSUS_UNROLL; ++i)
+      if (base + i * stride < blocks) v[i] = codes[base + i * stride], scale[i] = scales[base + i * stride];
+FP4_UNROLL
+    for (int i = 0; i < CENSUS_UNROLL; ++i) {
+      if (base + i * stride >= blocks) continue;
+      for (int half = 0; half < 2; ++half) {
+        const Limits found = limits_of(half_of(v[i], half));
+        const unsigned kind = static_cast<unsigned>(found.halvings * 8 + found.doublings * 2 + found.live);
+        atomicAdd(bins + bin_of(scale[i], kind), 1u);
+      }
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x)
-    if (bins[i]) atomicAdd(hist + i, static_cast<unsigned long long>(bins[i]));
+  for (unsigned i = threadIdx.x; i < 256 * 32; i += blockDim.x) {
+    const unsigned count = bins[bin_of(i / 32, i % 32)];
+    if (count) atomicAdd(hist + i, static_cast<unsigned long long>(count));
+  }
 }
 
+// A CTA's errors fit 32 bits: it takes LOSSY_PER_THREAD blocks a thread, and a half's error is at most 16 * 12 * 12.
 __global__ void __launch_bounds__(256) lossy_error_kernel(const uint4* codes, const uint8_t* scales, size_t blocks, int m,
                                                           unsigned long long* err, unsigned long long* counts) {
+  __shared__ unsigned errors[256], below, impossible;
+  errors[threadIdx.x] = 0;
+  if (threadIdx.x == 0) below = impossible = 0;
+  __syncthreads();
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
   for (size_t block = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; block < blocks; block += stride) {
     const int p = scales[block] - E8M0_BIAS - m;
@@ -328,13 +397,17 @@ __global__ void __launch_bounds__(256) lossy_error_kernel(const uint4* codes, co
       const int kind = settle(p, found).kind;
       if (kind == LOSSY) {
         const Fit best = fit(half, p);
-        atomicAdd(err + scales[block], static_cast<unsigned long long>(best.error));
-        if (best.byte < 8) atomicAdd(counts, 1ull);
+        atomicAdd(errors + scales[block], best.error);
+        if (best.byte < 8) atomicAdd(&below, 1u);
       } else if (kind == IMPOSSIBLE) {
-        atomicAdd(counts + 1, 1ull);
+        atomicAdd(&impossible, 1u);
       }
     }
   }
+  __syncthreads();
+  if (errors[threadIdx.x]) atomicAdd(err + threadIdx.x, static_cast<unsigned long long>(errors[threadIdx.x]));
+  if (threadIdx.x == 0 && below) atomicAdd(counts, static_cast<unsigned long long>(below));
+  if (threadIdx.x == 0 && impossible) atomicAdd(counts + 1, static_cast<unsigned long long>(impossible));
 }
 
 __global__ void __launch_bounds__(256) scale_range_kernel(const uint8_t* scales, size_t count, unsigned* range) {

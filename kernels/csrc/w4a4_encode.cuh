@@ -19,6 +19,7 @@ constexpr float E2M1_MAX = 6.0f;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float E4M3_MIN = 0x1p-9f;
 constexpr uint32_t BF16_INFINITY = 0x7F80;
+constexpr uint32_t FP32_INFINITY = 0x7F800000;
 
 FP4_HD float bf16_value(uint32_t bits) { return emulation::bits_float(bits << 16); }
 
@@ -52,23 +53,34 @@ FP4_HD uint32_t block_amax(const uint32_t (&pairs)[GROUP / 2]) {
   return amax;
 }
 
-// pairs: 16 BF16 values, the first in the low half. codes: 16 nibbles. Returns the scale byte.
-FP4_HD uint32_t encode_nvfp4(const uint32_t (&pairs)[8], float global_scale, uint32_t (&codes)[2]) {
+// 16 values to 16 nibbles under the scale that amax asks for; returns its byte. amax: a float's bits, >= FP32_INFINITY
+// where one of them is not finite. `value(i)` gives them, widened to FP32.
+template <class Value>
+FP4_HD uint32_t encode_nvfp4_values(const Value& value, uint32_t amax, float global_scale, uint32_t (&codes)[2]) {
   codes[0] = codes[1] = 0;
-  uint32_t amax = block_amax<16>(pairs);
-  if (amax >= BF16_INFINITY) return 0x7F;
-  float wanted = bf16_value(amax) / (E2M1_MAX * global_scale);
+  if (amax >= FP32_INFINITY) return 0x7F;
+  float wanted = emulation::bits_float(amax) / (E2M1_MAX * global_scale);
   if (wanted == 0.0f) wanted = 1.0f;
   uint32_t scale = e4m3_byte(fminf(fmaxf(wanted, E4M3_MIN), E4M3_MAX));
   float step = e4m3_value(scale) * global_scale;
   if (step == 0.0f) return scale;  // a step under FP32's range: the values round to zero
   FP4_UNROLL
   for (int i = 0; i < 16; ++i) {
-    float x = bf16_value(pairs[i / 2] >> (16 * (i % 2)) & 0xFFFF) / step, m = fabsf(x);
+    float x = value(i) / step, m = fabsf(x);
     uint32_t order = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5.0f);
     codes[i / 8] |= (order | (x < 0.0f) << 3) << (4 * (i % 8));
   }
   return scale;
+}
+
+struct PairValues {  // of BF16 pairs, the first in the low half
+  const uint32_t (&pairs)[8];
+  FP4_HD float operator()(int i) const { return bf16_value(pairs[i / 2] >> (16 * (i % 2)) & 0xFFFF); }
+};
+
+// pairs: 16 BF16 values, the first in the low half. codes: 16 nibbles. Returns the scale byte.
+FP4_HD uint32_t encode_nvfp4(const uint32_t (&pairs)[8], float global_scale, uint32_t (&codes)[2]) {
+  return encode_nvfp4_values(PairValues{pairs}, block_amax<16>(pairs) << 16, global_scale, codes);
 }
 
 // pairs: 32 BF16 values. codes: 32 nibbles. Returns the scale byte.

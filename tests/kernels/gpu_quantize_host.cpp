@@ -1,5 +1,6 @@
-// The rules of quantize_repack.cuh and quantize_bf16.cuh as a library for test_gpu_quantize.py.
+// The rules of quantize_repack.cuh, quantize_bf16.cuh and quantize_float.cuh as a library for test_gpu_quantize.py.
 #include "quantize_bf16.cuh"
+#include "quantize_float.cuh"
 #include "quantize_repack.cuh"
 
 using namespace requant;
@@ -40,4 +41,26 @@ extern "C" void host_bf16_nvfp4(int blocks, const uint32_t* pairs, float global_
     scales[i] = static_cast<uint8_t>(scale);
     memcpy(codes + 2 * i, out, sizeof out);
   }
+}
+
+// Blocks of 16 of F16 (0), F32 (1) or FP8 (2) under a global scale; amax[0]: the bits of the largest of all.
+template <Source KIND>
+static void host_floats(const FloatArgs& args, float global_scale, uint32_t* codes, uint8_t* scales, uint32_t* amax) {
+  for (size_t i = 0; i < args.blocks; ++i) {
+    float v[16];
+    uint32_t out[2];
+    load_values<KIND>(args, i, v);
+    amax[0] = amax[0] > values_amax(v) ? amax[0] : values_amax(v);
+    scales[i] = static_cast<uint8_t>(encode_nvfp4_values(FloatValues{v}, values_amax(v), global_scale, out));
+    memcpy(codes + 2 * i, out, sizeof out);
+  }
+}
+
+extern "C" void host_float_nvfp4(int kind, const void* w, int blocks, int blocks_per_row, const float* grid, int high,
+                                 int wide, int across, int row, float global_scale, uint32_t* codes, uint8_t* scales,
+                                 uint32_t* amax) {
+  const FloatArgs args{w, static_cast<size_t>(blocks), blocks_per_row, grid, high, wide, across, row};
+  if (kind == 0) host_floats<Source::F16>(args, global_scale, codes, scales, amax);
+  if (kind == 1) host_floats<Source::F32>(args, global_scale, codes, scales, amax);
+  if (kind == 2) host_floats<Source::FP8>(args, global_scale, codes, scales, amax);
 }

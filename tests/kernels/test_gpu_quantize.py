@@ -15,7 +15,8 @@ import pytest
 import torch
 from requant.kernels import cuda_build, gpu_quantize, reference, repack_jit
 from requant.kernels.availability import KernelUnavailableError, State
-from requant.kernels.quantize import NonFiniteError, bf16_to_nvfp4
+from requant.kernels.cpu_dequant import dequantize_fp8_block
+from requant.kernels.quantize import NonFiniteError, amax, bf16_to_nvfp4, nvfp4_global_scale
 from requant.kernels.repack import repack as cpu_repack
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,70 @@ def test_the_limits_equal_the_tables_for_every_pair_of_codes(host):
     assert found.tolist() == expected
 
 
+def host_floats(host, kind, w, blocks_per_row, grid, block, across, row, scale):
+    """Through load_values and encode_nvfp4_values: codes, scales, and amax as a float."""
+    blocks = w.size // 16
+    codes, scales = np.zeros((blocks, 8), np.uint8), np.zeros(blocks, np.uint8)
+    amax = np.zeros(1, np.uint32)
+    host.host_float_nvfp4(
+        kind, pointer(w), blocks, blocks_per_row, pointer(grid), *block, across, row, ctypes.c_float(scale),
+        *map(pointer, (codes, scales, amax)),
+    )  # fmt: skip
+    return codes.reshape(w.shape[0], -1), scales.reshape(w.shape[0], -1), float(amax.view(np.float32)[0])
+
+
+@pytest.mark.parametrize("spread", [2, 20, 60])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_f16_and_f32_on_the_host_equal_the_cpu_loops(host, dtype, spread):
+    rng = np.random.default_rng(spread)
+    w = rng.standard_normal((300, 20, 16)) * np.exp2(rng.uniform(-spread / 2, spread / 4, (300, 20, 1)))
+    w = np.clip(w, -60000, 60000).astype(dtype).reshape(300, 320)
+    w[5, :16], w[6, 3] = 0, -0.0
+    scale = nvfp4_global_scale(amax(w))
+    got = host_floats(host, int(dtype is np.float32), w, 20, np.zeros(1, np.float32), (0, 0), 0, 0, scale)
+    codes, scales = np.zeros((300, 160), np.uint8), np.zeros((300, 20), np.uint8)
+    bf16_to_nvfp4(w, scale, codes, scales)
+    assert got[2] == amax(w)
+    np.testing.assert_array_equal(got[1], scales)
+    np.testing.assert_array_equal(got[0], codes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "block", "first"),
+    [
+        (130, 272, (128, 128), 64),
+        (70, 96, (32, 32), 0),
+        (9, 320, (1, 320), 3),
+        (40, 160, (200, 160), 7),
+        (20, 96, (16, 24), 5),
+    ],
+)
+def test_fp8_on_the_host_equals_decoding_and_the_cpu_loops(host, rows, k, block, first):
+    """Blocks of every shape, ragged ones and edges inside a group of 16; scales down to FP32's subnormals."""
+    rng = np.random.default_rng(rows)
+    w = rng.integers(0, 256, (rows, k)).astype(np.uint8)
+    w[(w & 0x7F) == 0x7F] = 0x80
+    shape = -(-(first + rows) // block[0]), -(-k // block[1])
+    grid = np.exp2(rng.uniform(-20, 20, shape)).astype(np.float32)
+    grid[0, 0] = 2.0**-127
+    decoded = np.empty((rows, k), np.float32)
+    dequantize_fp8_block(w, grid, block, decoded, first)
+    scale = nvfp4_global_scale(amax(decoded))
+    got = host_floats(host, 2, w, k // 16, grid, block, shape[1], first, scale)
+    codes, scales = np.zeros((rows, k // 2), np.uint8), np.zeros((rows, k // 16), np.uint8)
+    bf16_to_nvfp4(decoded, scale, codes, scales)
+    assert got[2] == amax(decoded)
+    np.testing.assert_array_equal(got[1], scales)
+    np.testing.assert_array_equal(got[0], codes)
+
+
+def test_values_that_are_not_finite_show_in_amax_and_in_the_block_scale(host):
+    for kind, w in ((0, np.full((1, 16), np.inf, np.float16)), (1, np.full((1, 16), np.nan, np.float32)),
+                    (2, np.full((1, 16), 0xFF, np.uint8))):  # fmt: skip
+        codes, scales, top = host_floats(host, kind, w, 1, np.ones(1, np.float32), (1, 16), 1, 0, 1.0)
+        assert (not np.isfinite(top), scales.tolist(), codes.any()) == (True, [[0x7F]], False)
+
+
 def host_nvfp4(host, bits, global_scale):
     blocks = bits.size // 16
     codes, scales = np.zeros((blocks, 8), np.uint8), np.zeros(blocks, np.uint8)
@@ -160,7 +225,7 @@ def test_the_kernels_compile_and_keep_their_blocks_in_registers(tmp_path, target
     dump = subprocess.run([str(CUOBJDUMP), "--dump-sass", str(cubin)], capture_output=True, text=True, check=True)
     functions = dict(zip(*[iter(re.split(r"Function : (\S+)", dump.stdout)[1:])] * 2, strict=True))
     encode = next(code for name, code in functions.items() if "bf16_nvfp4_kernel" in name)
-    window = next(code for name, code in functions.items() if "repack_kernelILb1" in name)
+    window = next(code for name, code in functions.items() if "window_kernel" in name)
     for code in (encode, window):
         assert re.search(r"LDG\.E\S*\.128", code), "16 bytes a load"
         assert not re.search(r"\b(LDL|STL)\b", code), "registers spill"

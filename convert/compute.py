@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from requant.kernels.fp8 import Quotient
     from requant.kernels.quantize import ScaleChoice, Weight
 
-__all__ = ["Opened", "Places", "run_unit", "scale_tiles"]
+__all__ = ["Accelerator", "Opened", "Places", "quantizer_choice", "run_unit", "scale_tiles"]
 
 
 class Places(Protocol):
@@ -52,17 +52,32 @@ class Places(Protocol):
     def tensors(self) -> Mapping[int, OutTensor] | Sequence[OutTensor]: ...
 
 
-def run_unit(plan: Places, unit: Unit, files: Opened) -> dict[str, Any]:
-    """Do one unit; what it counted goes into the journal. SourceError on bad source bytes, OSError from the disk."""
+class Accelerator(Protocol):
+    """What else may compute a group (gpu_units.py), to the same bytes."""
+
+    def repack(self, plan: Places, unit: GroupUnit, files: Opened) -> tuple[Choice, Counts]:
+        """Step 2 of MXFP4 -> NVFP4: codes and block scales written."""
+        ...
+
+    def encode(self, plan: Places, unit: GroupUnit, files: Opened) -> np.float32 | None:
+        """Floats -> NVFP4: codes and block scales written; the global scale. None: let the CPU say what is wrong."""
+        ...
+
+
+def run_unit(plan: Places, unit: Unit, files: Opened, by: Accelerator | None = None) -> dict[str, Any]:
+    """Do one unit; what it counted goes into the journal. SourceError on bad source bytes, OSError from the disk.
+
+    by: what computes in place of this processor, for a unit that it takes.
+    """
     if isinstance(unit, CopyUnit):
         for piece in unit.pieces:
             _copy(plan.tensors[piece.out], piece.source, files)
         return {}
     if unit.kind == "repack":
-        return _repack(plan, unit, files)
+        return _repack(plan, unit, files, by)
     if unit.kind == "relayout":
         return _relayout(plan, unit, files)
-    return _encode(plan, unit, files)
+    return _encode(plan, unit, files, by)
 
 
 def _copy(target: OutTensor, source: TensorInfo | Rows | bytes, files: Opened) -> None:
@@ -92,15 +107,18 @@ def _copy_rows(rows: Rows, fd: int, begin: int, files: Opened) -> None:
 # --- MXFP4 -> NVFP4 ---------------------------------------------------------------------------------------------------
 
 
-def _repack(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+def _repack(plan: Places, unit: GroupUnit, files: Opened, by: Accelerator | None) -> dict[str, Any]:
     low, high = _scale_range(unit, files)
     m = window_exponent(low, high)
     if m is not None:
         counts, spans = _repack_in_window(plan, unit, files, m), (low - E8M0_BIAS, high - E8M0_BIAS)
     else:
-        choice = _choose(unit, files)
+        if by is not None:
+            choice, counts = by.repack(plan, unit, files)
+        else:
+            choice = _choose(unit, files)
+            counts = _repack_by_halves(plan, unit, files, choice.m)
         m, spans = choice.m, (choice.k_min, choice.k_max)
-        counts = _repack_by_halves(plan, unit, files, m)
     scalar = global_scale(m)
     for member in unit.members:
         _write_global(plan, member, scalar, files)
@@ -306,16 +324,21 @@ def _write_scalar(plan: Places, out: int, stored: np.float32, files: Opened) -> 
 # --- floats -> MXFP4, NVFP4, FP8, BF16 --------------------------------------------------------------------------------
 
 
-def _encode(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
+def _encode(plan: Places, unit: GroupUnit, files: Opened, by: Accelerator | None) -> dict[str, Any]:
     """A fused group by way of floats: for NVFP4 first the amax that its members share."""
     from requant.convert.global_scales import shared_global_scale
 
     choice = quantizer_choice(unit.scale)
     number = unit.members[0].form.number
-    s2 = shared_global_scale(unit, _group_amax(unit, files), choice, files) if number == "nvfp4" else None
+    s2 = by.encode(plan, unit, files) if by is not None else None
+    written = s2 is not None
+    if number == "nvfp4" and s2 is None:
+        s2 = shared_global_scale(unit, _group_amax(unit, files), choice, files)
     weights = 0
     for member in unit.members:
-        if number == "bf16":
+        if written:
+            pass
+        elif number == "bf16":
             _write_bf16(plan, member, files)
         elif number == "fp8":
             _write_fp8(plan, member, files)

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from requant.convert.compute import run_unit
 from requant.convert.files import Files
-from requant.convert.plan import Plan
+from requant.convert.plan import Plan, Unit
 
 __all__ = ["PART_SUFFIX", "Done", "Engine", "LocalEngine", "ShardFiles", "Task", "batch_limit", "worker_bytes"]
 
@@ -136,9 +136,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """A pool of threads: reads, writes, copies and kernels release the GIL."""
+    """A pool of threads: reads, writes, copies and kernels release the GIL. compute: what does a unit."""
 
     workers: int
+    compute: Callable[[Plan, Unit, ShardFiles], dict[str, Any]] = run_unit
 
     @property
     def name(self) -> str:
@@ -154,7 +155,7 @@ class LocalEngine:
                 return
             unit = plan.units[index]
             start = time.monotonic()
-            counts = run_unit(plan, unit, files)
+            counts = self.compute(plan, unit, files)
             task = Task("local", threading.current_thread().name, unit.nbytes, start, time.monotonic())
             done(Done([(index, counts)], task))
 

@@ -22,7 +22,16 @@ from typing import Any, Final, cast
 from numpy.typing import NDArray
 from requant.manifests.errors import SourceError
 
-__all__ = ["COPY_CHUNK", "Files", "copy_range", "preallocate", "read_exact", "start_writeback", "write_all"]
+__all__ = [
+    "COPY_CHUNK",
+    "Files",
+    "copy_range",
+    "preallocate",
+    "read_exact",
+    "read_into",
+    "start_writeback",
+    "write_all",
+]
 
 COPY_CHUNK: Final = 8 * 2**20
 """Bytes per call: large enough that calls are free, small enough for a live progress bar and a prompt interrupt."""
@@ -56,6 +65,19 @@ def read_exact(fd: int, nbytes: int, offset: int, file: str) -> bytes:
         chunks.append(data)
         got += len(data)
     return b"".join(chunks)
+
+
+def read_into(fd: int, view: NDArray[Any], offset: int, file: str) -> None:
+    """Fill a contiguous array of bytes from `offset`, or SourceError if the file ends before."""
+    left = memoryview(cast("bytearray", view)).cast("B")
+    while len(left):
+        got = os.preadv(fd, [left], offset) if hasattr(os, "preadv") else 0
+        if not got:
+            data = read_exact(fd, len(left), offset, file)
+            left[:] = data
+            return
+        left = left[got:]
+        offset += got
 
 
 def write_all(fd: int, data: bytes | NDArray[Any], offset: int) -> None:

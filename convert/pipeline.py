@@ -33,6 +33,7 @@ __all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_
 
 if TYPE_CHECKING:
     from requant.convert.calibrate import Calibration, OpenBar
+    from requant.convert.device import GpuCompute
     from requant.convert.stream import MakeJudge
     from requant.convert.uploads import Uploader
 
@@ -121,7 +122,7 @@ def _refuse_unbuilt(manifest: Manifest) -> None:
     faults = {
         "activations.calibrate": manifest.activations.calibrate is not None and manifest.execute.stream,
         "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
-        "execute.device": manifest.execute.device == "cuda",
+        "execute.device: cuda with engine: ray": manifest.execute.device == "cuda" and manifest.execute.engine == "ray",
     }
     for where, unbuilt in faults.items():
         if unbuilt:
@@ -245,6 +246,9 @@ def run_job(
     if not force:
         check_source_unchanged(job)
     engine = engine_of(job.plan)
+    compute, why = on_device(job.plan, engine)
+    if compute is not None:
+        engine = LocalEngine(compute.workers, compute)
     plan_sha256 = job.plan.sha256  # of the plan as anyone makes it, whatever the order of its units here
     if job.manifest.execute.stream:
         job, engine = _streamed(job, engine, make_judge, uploader)
@@ -262,6 +266,7 @@ def run_job(
         (folder / MANIFEST_FILE).write_text(public_manifest(job.manifest))
         (folder / LOCAL_FOLDER).mkdir(mode=0o700, exist_ok=True)
         (folder / LOCAL_MANIFEST).write_text(local_manifest(job.manifest))
+        result.record["device"] = {"name": "cpu", "reason": why} if compute is None else compute.record(job.plan)
         (folder / RECORD_FILE).write_text(json.dumps(result.record, indent=1) + "\n")
         lock["groups"] = summarize(job.plan, result)
         shards = [shard.file for shard in job.plan.shards]
@@ -281,8 +286,16 @@ def engine_of(plan: Plan) -> Engine:
     from requant.convert.engine_ray import PROCESS_BYTES, RayEngine, require_ray
 
     require_ray()
-    gpus = 1 if settings.device == "cuda" else 0
-    return RayEngine(settings.ray_address, workers, PROCESS_BYTES + worker_bytes(plan), gpus)
+    return RayEngine(settings.ray_address, workers, PROCESS_BYTES + worker_bytes(plan))
+
+
+def on_device(plan: Plan, engine: Engine) -> tuple[GpuCompute | None, str]:
+    """What computes the units of a local engine (None: the processor), and why. EnvironmentFault as choose_device."""
+    if not isinstance(engine, LocalEngine):
+        return None, f"engine: {engine.name}"
+    from requant.convert.device import choose_device
+
+    return choose_device(plan, engine.workers)
 
 
 def copy_sidecars(plan: Plan, folder: Path) -> None:

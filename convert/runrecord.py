@@ -116,7 +116,42 @@ def run_text(record: dict[str, Any]) -> str:
         f"{entry['expected_seconds']:.1f} s expected"
         for entry in record["stragglers"]
     ]
+    if "device" in record:
+        lines += _device_text(record["device"], record["seconds"])
     return "\n".join(lines)
+
+
+def _device_text(device: dict[str, Any], seconds: float) -> list[str]:
+    """Where it computed; of a GPU also what the workers waited for, and how busy its parts were."""
+    if device["name"] == "cpu":
+        return [f"  computed on the processor ({device['reason']})"]
+    spent: dict[str, float] = device["worker_seconds"]
+    total = sum(spent.values()) or 1.0
+    shares = ", ".join(f"{_STAGES[stage]} {100 * took / total:.0f}%" for stage, took in spent.items())
+    lines = [
+        f"  computed on {device['chip']} ({device['reason']}): {device['groups_on_gpu']:,} groups; "
+        f"bound by {device['bound']}",
+        f"    the workers' time: {shares}",
+    ]
+    for stage, words in (("to_gpu", "to the GPU"), ("from_gpu", "from the GPU")):
+        busy, moved = device["gpu_seconds"][stage], device["bytes"].get(stage, 0)
+        if moved:
+            share = 100 * busy / seconds if seconds else 0.0
+            lines.append(
+                f"    {words}: {moved / 1e9:.2f} GB, {_rate(moved, busy):.1f} GB/s while at it, {share:.0f}% of the run"
+            )
+    lines.append(f"    kernels: {100 * device['gpu_seconds']['kernels'] / seconds if seconds else 0.0:.0f}% of the run")
+    lines += [f"    on the processor: {count:,} groups, {why}" for why, count in device["groups_on_processor"].items()]
+    return lines
+
+
+_STAGES: Final = {
+    "read": "reading",
+    "write": "writing",
+    "copy": "copying files",
+    "gpu": "waiting for the GPU",
+    "processor": "computing themselves",
+}
 
 
 def measured_rate(output: Path) -> float:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from requant.convert.device import shares_of
 from requant.convert.engine import worker_bytes
 from requant.convert.execute import RunResult, default_workers
 from requant.convert.pipeline import summarize
@@ -116,6 +117,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "assumed_gb_per_s": ASSUMED_GBPS,
         },
         "plan_sha256": plan.sha256,
+        **({"device": asdict(shares_of(plan))} if plan.manifest.execute.device == "cuda" else {}),
     }
 
 
@@ -149,6 +151,8 @@ def plan_text(plan: Plan, seconds: float) -> str:
     lines.append("")
     if plan.groups:
         lines.append(f"  {len(plan.groups):,} fused groups to compute; activation scale: {plan.input_scale_note}")
+    if plan.manifest.execute.device == "cuda":
+        lines += [f"  {line}" for line in shares_of(plan).text.splitlines()]
     if plan.dropped:
         lines.append(f"  dropped by rule: {', '.join(plan.dropped[:5])}{' ...' if len(plan.dropped) > 5 else ''}")
     lines += [f"  not taken: {path} ({reason})" for path, reason in plan.catalogue.ignored]

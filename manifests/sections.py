@@ -239,7 +239,9 @@ class Execute(Section):
     workers: Count | Literal["auto"] = Field(
         default="auto", description="Threads (engine local) or tasks (engine ray)."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the conversion computes.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where it computes; auto takes a GPU that measures faster (docs/kernels.md)."
+    )
     engine: Literal["local", "ray"] = Field(default="local", description="`ray` spreads the work over a cluster.")
     ray_address: Text | None = Field(
         default=None, description="Of a running cluster: auto or ray://HOST:PORT. Without it a local Ray is started."

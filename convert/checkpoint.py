@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import eq, itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
@@ -104,15 +105,11 @@ def open_checkpoint(root: Path) -> Catalogue:
     shards = tuple(_read_shard(_resolve(root, file), file, left_out) for file in files)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        for tensor in shard.tensors:
-            other = tensors.get(tensor.name)
-            if other is not None:
-                raise SourceError(
-                    f"{tensor.name} also stands in {other.file}",
-                    where=shard.file,
-                    hint="two shards hold the same tensor: remove the stale file or fix the index",
-                )
-            tensors[tensor.name] = tensor
+        before = len(tensors)
+        own = {tensor[0]: tensor for tensor in shard.tensors}  # by number: half a million names
+        tensors |= own
+        if len(tensors) != before + len(shard.tensors):
+            raise _twice(shards, shard)
     if weight_map is not None:
         _check_index(weight_map, tensors)
     if not tensors:
@@ -128,7 +125,23 @@ def open_checkpoint(root: Path) -> Catalogue:
         sidecars=sidecars,
         ignored=ignored,
         hf_quant_config=read_json(_resolve(root, quant_path.name), quant_path.name) if quant_path.exists() else None,
-        total_bytes=sum(t.nbytes for t in tensors.values()),
+        total_bytes=sum(map(itemgetter(5), tensors.values())),
+    )
+
+
+def _twice(shards: Sequence[Shard], second: Shard) -> SourceError:
+    """The error for a tensor of `second` that stands somewhere before, too."""
+    first = {t.name: shard.file for shard in shards[: shards.index(second)] for t in shard.tensors}
+    name = ""
+    for tensor in second.tensors:
+        name = tensor.name
+        if name in first:
+            break
+        first[name] = second.file
+    return SourceError(
+        f"{name} also stands in {first[name]}",
+        where=second.file,
+        hint="two shards hold the same tensor: remove the stale file or fix the index",
     )
 
 
@@ -237,6 +250,9 @@ def _resolve(root: Path, file: str) -> Path:
 
 
 def _check_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    files = map(itemgetter(3), tensors.values())
+    if len(weight_map) == len(tensors) and all(map(eq, map(weight_map.get, tensors), files)):
+        return
     for name, file in weight_map.items():
         tensor = tensors.get(name)
         if tensor is None or tensor.file != file:

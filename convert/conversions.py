@@ -80,31 +80,36 @@ def settle(
     UsageError for what the target cannot hold, SourceError for what the source mixes.
     """
     _refuse_layout(manifest, layout, decisions)
-    settled: dict[str, Conversion] = {}
+    settled: list[Conversion | None] = []  # side by side with the weights
     narrow: list[SourceWeight] = []
     groups = {number.value: number.group or 1 for number in NumberFormat}
+    tied = bool(catalogue.config.get("tie_word_embeddings"))
     for weight in weights:
-        decision = decisions[weight.module]
-        if decision.to == "drop":
-            continue
-        if decision.to == "keep":
-            _refuse_kept_packed(weight, manifest, layout)
+        module, number, _, cols = weight[:4]
+        decision = decisions[module]
+        to = decision.to
+        if to in ("drop", "keep"):
+            if to == "keep":
+                _refuse_kept_packed(weight, manifest, layout)
+            settled.append(None)
             continue
         rule = manifest.layers[decision.rule]
-        place = f"layers.{decision.rule} (match: {rule.match}): {weight.module}"
-        scale = rule.scale if decision.to == rule.to else "lossless"
-        if scale not in CONVERSIONS.get((weight.format, decision.to), ()):
-            _refuse_unsupported(weight, decision.to, scale, place)
-        _refuse_tied(weight, decision.to, catalogue, place)
-        if weight.cols % groups[decision.to]:
-            _refuse_narrow(weight, decision.to, rule, place)
+        scale = rule.scale if to == rule.to else "lossless"
+        if scale not in CONVERSIONS.get((number, to), ()):
+            _refuse_unsupported(weight, to, scale, _place(decision, rule, weight))
+        if tied:
+            _refuse_tied(weight, to, _place(decision, rule, weight))
+        if cols % groups[to]:
+            _refuse_narrow(weight, to, rule, _place(decision, rule, weight))
             narrow.append(weight)
-        granularity = rule.granularity if decision.to == "fp8" else None
-        settled[weight.module] = Conversion(weight, decision.to, scale, granularity, decision.rule, rule.rounding)
-    _keep_families(manifest, narrow, settled, decisions)
-    _refuse_split(weights, settled, decisions)
-    _refuse_formats(manifest, settled.values())
-    return list(settled.values())
+        granularity = rule.granularity if to == "fp8" else None
+        settled.append(Conversion(weight, to, scale, granularity, decision.rule, rule.rounding))
+    if narrow:
+        settled = _keep_families(manifest, narrow, settled, decisions)
+    _refuse_split(weights, settled, decisions, gguf=catalogue.shards[0].file.endswith(".gguf"))
+    made = [conversion for conversion in settled if conversion is not None]
+    _refuse_formats(manifest, made)
+    return made
 
 
 def _refuse_layout(manifest: Manifest, layout: str, decisions: Mapping[str, Decision]) -> None:
@@ -192,8 +197,13 @@ def _refuse_kept_packed(weight: SourceWeight, manifest: Manifest, layout: str) -
     )
 
 
-def _refuse_tied(weight: SourceWeight, target: str, catalogue: Catalogue, where: str) -> None:
-    if target != "bf16" and catalogue.config.get("tie_word_embeddings") and _EMBEDDING.search(weight.module):
+def _place(decision: Decision, rule: LayerRule, weight: SourceWeight) -> str:
+    """The rule and the weight, as messages give them."""
+    return f"layers.{decision.rule} (match: {rule.match}): {weight.module}"
+
+
+def _refuse_tied(weight: SourceWeight, target: str, where: str) -> None:
+    if target != "bf16" and _EMBEDDING.search(weight.module):
         raise UsageError(
             "is the embedding and, tied to it, the output head: no runtime reads that quantized",
             where=where,
@@ -218,18 +228,21 @@ def _families(module: str) -> tuple[str, ...]:
 
 
 def _keep_families(
-    manifest: Manifest, narrow: Sequence[SourceWeight], settled: dict[str, Conversion], decisions: dict[str, Decision]
-) -> None:
+    manifest: Manifest,
+    narrow: Sequence[SourceWeight],
+    settled: Sequence[Conversion | None],
+    decisions: dict[str, Decision],
+) -> list[Conversion | None]:
     """A family of which one member's K does not fit stays plain as a whole."""
-    if not narrow:
-        return
     lost = {family for weight in narrow for family in _families(weight.module)}
     own = {weight.module for weight in narrow}
-    for module, conversion in list(settled.items()):
-        group = NumberFormat(conversion.target).group
-        if not group or lost.isdisjoint(_families(module)):
+    left: list[Conversion | None] = []
+    for conversion in settled:
+        group = NumberFormat(conversion.target).group if conversion else 0
+        if conversion is None or not group or lost.isdisjoint(_families(conversion.weight.module)):
+            left.append(conversion)
             continue
-        rule = manifest.layers[conversion.rule]
+        module, rule = conversion.weight.module, manifest.layers[conversion.rule]
         if rule.match == module and module not in own:
             raise UsageError(
                 f"cannot be {conversion.target}: a weight that runtimes load together with it has a K that is not a "
@@ -242,23 +255,29 @@ def _keep_families(
             note = f"fused with a weight whose K is not a multiple of {group}: kept plain"
         if conversion.weight.format == "plain":
             decisions[module] = Decision("keep", conversion.rule, note)
-            del settled[module]
+            left.append(None)
         else:
             decisions[module] = Decision("bf16", conversion.rule, note)
-            settled[module] = conversion._replace(target="bf16", scale="lossless", granularity=None)
+            left.append(conversion._replace(target="bf16", scale="lossless", granularity=None))
+    return left
 
 
 def _refuse_split(
-    weights: Sequence[SourceWeight], settled: Mapping[str, Conversion], decisions: Mapping[str, Decision]
+    weights: Sequence[SourceWeight],
+    settled: Sequence[Conversion | None],
+    decisions: Mapping[str, Decision],
+    *,
+    gguf: bool,
 ) -> None:
     """Weights that every runtime fuses must end in one format, made from one format by one choice of scales."""
     leaves = {leaf for fused in _STRICT_SETS for leaf in fused}
     first: dict[str, tuple[SourceWeight, tuple[str, ...]]] = {}
-    for weight in weights:
-        if weight.module.rpartition(".")[2] not in leaves or decisions[weight.module].to == "drop":
+    for weight, conversion in zip(weights, settled, strict=True):
+        module = weight[0]
+        if module.rpartition(".")[2] not in leaves or (conversion is None and decisions[module].to == "drop"):
             continue
-        fate = _fate(weight, settled.get(weight.module))
-        one, theirs = first.setdefault(fuse_key(weight.module), (weight, fate))
+        fate = _fate(weight, conversion, gguf)
+        one, theirs = first.setdefault(fuse_key(module), (weight, fate))
         if fate == theirs:
             if fate[2:3] == ("plain",) and weight.codes.dtype != one.codes.dtype:
                 raise SourceError(
@@ -275,10 +294,10 @@ def _refuse_split(
         )
 
 
-def _fate(weight: SourceWeight, conversion: Conversion | None) -> tuple[str, ...]:
+def _fate(weight: SourceWeight, conversion: Conversion | None, gguf: bool) -> tuple[str, ...]:
     if conversion is None:
         return ("kept",) if weight.format == "plain" else ("kept", weight.format)
     if conversion.target == "bf16":
         return ("kept",)  # plain in the output either way
-    source = "gguf" if weight.codes.file.endswith(".gguf") else weight.format  # whose files mix types as they like
+    source = "gguf" if gguf else weight.format  # whose files mix types as they like
     return (conversion.target, "from", source, "with scale", conversion.scale)

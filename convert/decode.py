@@ -50,7 +50,10 @@ def scale_rows(weight: SourceWeight, start: int, step: int, n: int) -> Rows | No
 
 def source_nbytes(weight: SourceWeight, n: int) -> int:
     """Bytes of source that n rows take, scales included."""
-    total = sum(t.nbytes for t in (weight.codes, weight.scales, weight.more.zeros) if t is not None)
+    total = weight.codes.nbytes
+    for tensor in (weight.scales, weight.more.zeros):
+        if tensor is not None:
+            total += tensor.nbytes
     return total * n // (weight.rows * max(weight.experts, 1))
 
 

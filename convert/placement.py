@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, repeat
-from typing import Final, NamedTuple
+from itertools import repeat
+from json.encoder import encode_basestring as quote
+from typing import Final, NamedTuple, overload
 
+import numpy as np
+from numpy.typing import NDArray
 from requant.convert.layouts.writing import Leaf
-from requant.convert.shards import DTYPE_BITS, render_header
+from requant.convert.shards import DTYPE_BITS, described, frame_header
 
-__all__ = ["OutShard", "OutTensor", "header_of", "place"]
+__all__ = ["OutShard", "OutTensor", "OutTensors", "header_of", "place"]
 
 HEADER_BUDGET: Final = 50_000_000
 """Bytes of header per output shard, half of what readers accept (safetensors: 100,000,000)."""
@@ -62,59 +67,142 @@ class OutShard:
     tensors: range
 
 
-def place(
-    modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int
-) -> tuple[tuple[OutShard, ...], tuple[OutTensor, ...]]:
+class OutTensors(Sequence[OutTensor]):
+    """All output tensors in the plan's order, kept as columns: a million rows would take 120 MB and be looked at once.
+
+    begins: absolute, by tensor. starts: the first tensor of each shard.
+    """
+
+    __slots__ = ("_begins", "_leaves", "_modules", "_starts")
+
+    def __init__(
+        self, modules: Sequence[str], leaves: Sequence[Leaf], begins: array[int], starts: Sequence[int]
+    ) -> None:
+        self._modules, self._leaves, self._begins, self._starts = modules, leaves, begins, starts
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @overload
+    def __getitem__(self, index: int) -> OutTensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[OutTensor]: ...
+    def __getitem__(self, index: int | slice) -> OutTensor | Sequence[OutTensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        shard = bisect_right(self._starts, index) - 1
+        return OutTensor(self._modules[index], self._leaves[index], shard, self._begins[index])
+
+    def __iter__(self) -> Iterator[OutTensor]:
+        for shard, start in enumerate(self._starts):
+            run = slice(start, self._starts[shard + 1] if shard + 1 < len(self._starts) else None)
+            yield from map(OutTensor, self._modules[run], self._leaves[run], repeat(shard), self._begins[run])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutTensors) and list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def columns(self, run: range) -> tuple[Sequence[str], Sequence[Leaf]]:
+        """Modules and leaves of a shard's tensors."""
+        return self._modules[run.start : run.stop], self._leaves[run.start : run.stop]
+
+
+class _Kinds:
+    """Leaves by number. A checkpoint has many tensors and few kinds: numbers are what can be added up all at once."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        first = dict(zip(map(id, leaves), leaves, strict=True))
+        number = {ident: index for index, ident in enumerate(first)}
+        self.table = list(first.values())
+        self.of = np.fromiter(map(number.__getitem__, map(id, leaves)), np.intp, len(leaves))
+        self.sizes = np.array([leaf.nbytes for leaf in self.table], np.int64)[self.of]
+        self.widths = np.array([max(DTYPE_BITS[leaf.dtype] // 8, 1) for leaf in self.table], np.int64)[self.of]
+
+
+def place(modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int) -> tuple[tuple[OutShard, ...], OutTensors]:
     """Cut the outputs, in order, into shards; inside one, wider dtypes come first: then every tensor is aligned."""
-    runs = _runs(modules, leaves, shard_size)
-    placed: list[OutTensor] = []
+    kinds = _Kinds(leaves)
+    runs = _runs(modules, kinds, shard_size)
+    begins = array("q")
     shards: list[OutShard] = []
     for number, run in enumerate(runs):
         name = "model.safetensors" if len(runs) == 1 else f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors"
-        members, kinds = modules[run.start : run.stop], leaves[run.start : run.stop]
-        begins, data, raw = _lay_out(members, kinds)
-        placed += map(OutTensor, members, kinds, repeat(number), (len(raw) + begin for begin in begins))
+        part = slice(run.start, run.stop)
+        own, data, raw = _lay_out(modules[part], kinds.table, kinds.of[part], kinds.sizes[part], kinds.widths[part])
+        begins.frombytes((own + len(raw)).tobytes())
         shards.append(OutShard(name, len(raw) + data, hashlib.sha256(raw).hexdigest(), run))
-    return tuple(shards), tuple(placed)
+    return tuple(shards), OutTensors(modules, leaves, begins, [run.start for run in runs])
 
 
-def header_of(shard: OutShard, tensors: Sequence[OutTensor]) -> bytes:
+def header_of(shard: OutShard, tensors: OutTensors) -> bytes:
     """The header of a shard of a plan with these tensors, as `place` measured it."""
-    members = tensors[shard.tensors.start : shard.tensors.stop]
-    return _lay_out([tensor.module for tensor in members], [tensor.leaf for tensor in members])[2]
+    modules, leaves = tensors.columns(shard.tensors)
+    kinds = _Kinds(leaves)
+    return _lay_out(modules, kinds.table, kinds.of, kinds.sizes, kinds.widths)[2]
 
 
-def _runs(modules: Sequence[str], leaves: Sequence[Leaf], shard_size: int) -> list[range]:
+def _runs(modules: Sequence[str], kinds: _Kinds, shard_size: int) -> list[range]:
     """Which tensors go together: as many as fit the size and the header's bound, one at least."""
-    starts = [0]
-    data = header = 0
-    for index, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
-        entry = len(module) + len(leaf.suffix) + 120
-        if index > starts[-1] and (data + leaf.nbytes > shard_size or header + entry > HEADER_BUDGET):
-            starts.append(index)
-            data = header = 0
-        data += leaf.nbytes
-        header += entry
-    return [range(start, end) for start, end in pairwise([*starts, len(modules)])]
+    entry = np.array([len(leaf.suffix) + 120 for leaf in kinds.table], np.int64)[kinds.of]
+    header = np.cumsum(entry + np.fromiter(map(len, modules), np.int64, len(modules)))
+    data = np.cumsum(kinds.sizes)
+    runs: list[range] = []
+    start = 0
+    while start < len(modules):
+        before = (int(data[start - 1]), int(header[start - 1])) if start else (0, 0)
+        fits = min(
+            int(np.searchsorted(data, before[0] + shard_size, "right")),
+            int(np.searchsorted(header, before[1] + HEADER_BUDGET, "right")),
+        )
+        runs.append(range(start, max(fits, start + 1)))
+        start = runs[-1].stop
+    return runs or [range(0)]
 
 
-def _file_order(leaves: Sequence[Leaf]) -> list[int]:
-    """Indices in the order of the file: by width, the widest first, else as they come."""
-    width_of = {dtype: max(DTYPE_BITS[dtype] // 8, 1) for dtype in {leaf.dtype for leaf in leaves}}
-    by_width: dict[int, list[int]] = {width: [] for width in sorted(set(width_of.values()), reverse=True)}
-    for index, leaf in enumerate(leaves):
-        by_width[width_of[leaf.dtype]].append(index)
-    return list(chain.from_iterable(by_width.values()))
+def _lay_out(
+    modules: Sequence[str],
+    table: Sequence[Leaf],
+    kinds: NDArray[np.intp],
+    sizes: NDArray[np.int64],
+    widths: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], int, bytes]:
+    """Offsets from the data's start (in the order given), the size of the data, and the header.
+
+    In the file the widest stand first, else all as they come. kinds: numbers in the table, by tensor.
+    """
+    order: NDArray[np.intp] = np.argsort(-widths, kind="stable")
+    ends: NDArray[np.int64] = np.cumsum(sizes[order])
+    begins = np.empty_like(sizes)
+    begins[order] = ends - sizes[order]
+    return begins, int(ends[-1]) if len(ends) else 0, _render(modules, table, order.tolist(), kinds[order], ends)
 
 
-def _lay_out(modules: Sequence[str], leaves: Sequence[Leaf]) -> tuple[list[int], int, bytes]:
-    """Offsets from the data's start (in the order given), the size of the data, and the header."""
-    begins = [0] * len(leaves)
-    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
-    position = 0
-    for index in _file_order(leaves):
-        suffix, dtype, shape, nbytes = leaves[index]
-        begins[index] = position
-        entries.append((modules[index] + suffix, dtype, shape, position, position + nbytes))
-        position += nbytes
-    return begins, position, render_header(entries, {"format": "pt"})
+_PIECES: Final = 6
+
+
+def _render(
+    modules: Sequence[str],
+    table: Sequence[Leaf],
+    order: Sequence[int],
+    kinds: NDArray[np.intp],
+    ends: NDArray[np.int64],
+) -> bytes:
+    """The header of tensors side by side. order: of the modules; kinds, ends: in that order.
+
+    Its pieces are put into one list, column by column, and joined once: a large plan has a million entries.
+    """
+    if len(quote("".join(modules))) != len("".join(modules)) + 2:  # a name that JSON has to escape
+        modules = [quote(module)[1:-1] for module in modules]
+    texts = [quote(leaf.suffix)[1:] + described(leaf.dtype, leaf.shape) for leaf in table]
+    bounds = ["0", *map(str, ends.tolist())]
+    pieces = [']},"'] * (_PIECES * len(order))
+    pieces[0::_PIECES] = map(modules.__getitem__, order)
+    pieces[1::_PIECES] = map(texts.__getitem__, kinds.tolist())
+    pieces[2::_PIECES] = bounds[:-1]
+    pieces[3::_PIECES] = [","] * len(order)
+    pieces[4::_PIECES] = bounds[1:]
+    pieces[-1:] = ["]}"] * bool(order)
+    return frame_header("".join(['"', *pieces]) if order else "", {"format": "pt"})

@@ -23,7 +23,7 @@ from requant.convert.input_scales import InputScales
 from requant.convert.layouts.base import Rows, SourceWeight
 from requant.convert.layouts.layout import Layout
 from requant.convert.layouts.writing import Form, Leaf, Part, fuse_key, leaf_of, parts_of
-from requant.convert.placement import OutShard, OutTensor, place
+from requant.convert.placement import OutShard, OutTensor, OutTensors, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
 from requant.convert.scalars import turned_over
 from requant.convert.shards import DTYPE_BITS, TensorInfo
@@ -104,6 +104,9 @@ class CopyUnit(NamedTuple):
 
 Unit = GroupUnit | CopyUnit
 
+Way = tuple[str, str, str]
+"""How a fused group is made: kind, scale, rounding."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -115,7 +118,7 @@ class Plan:
     layout_reason: str
     output: Path
     shards: tuple[OutShard, ...]
-    tensors: tuple[OutTensor, ...]
+    tensors: OutTensors
     units: tuple[Unit, ...]
     rules: tuple[RuleUse, ...]
     converted: tuple[str, ...]
@@ -166,6 +169,9 @@ class _Builder:
         self.units: list[Unit] = []
         self._pieces: list[Piece] = []
         self._bytes = 0
+        self._parts: set[str] = set()
+        self._bare = False
+        self._copied: list[int] = []
 
     def add(self, module: str, leaf: Leaf) -> int:
         """Register an output tensor; its index."""
@@ -186,44 +192,49 @@ class _Builder:
             self.units.append(CopyUnit(tuple(self._pieces), self._bytes))
             self._pieces, self._bytes = [], 0
 
-    def group(self, kind: str, scale: str, rounding: str, parts: Sequence[Part], scales: InputScales) -> None:
+    def group(self, way: Way, parts: Sequence[Part], scales: InputScales) -> None:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
-        members: list[Member] = []
-        nbytes = 0
+        kind, scale, rounding = way
         own = kind == "relayout" and not scales.explicit
-        for module, _, form, weight, start, step, _ in parts:
+        members: list[Member] = []
+        open_ones: list[Part] = []
+        nbytes = 0
+        for part in parts:
+            module, _, form, weight, start, step, _ = part
             carried = form.input_scale if own and weight.input is not None else None
-            members.append(
-                Member(
-                    module=module,
-                    form=form,
-                    weight=weight,
-                    start=start,
-                    step=step,
-                    out_codes=self.add(module, form.codes),
-                    out_scales=self.add(module, form.scales) if form.scales else None,
-                    out_global=self.add(module, form.global_scale) if form.global_scale else None,
-                    out_input=self.add(module, carried) if carried else None,
-                )
-            )
+            out = len(self.leaves)
+            leaves = [leaf for leaf in (form.codes, form.scales, form.global_scale, carried) if leaf is not None]
+            self.leaves += leaves
+            self.modules += [module] * len(leaves)
+            second = None if form.scales is None else out + 1
+            third = None if form.global_scale is None else out + 1 + (second is not None)
+            fourth = None if carried is None else out + len(leaves) - 1
+            members.append(Member(module, form, weight, start, step, out, second, third, fourth))
+            if carried is None and form.input_scale is not None:
+                open_ones.append(part)
+            self._parts.add(module)
             nbytes += source_nbytes(weight, form.rows)
+        self._bare |= not parts[0].form.codes.suffix
         file = scales.file if scale == "weighted" or rounding == "gptq" else ""
         self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes, rounding, file))
-        open_ones = [part for part, member in zip(parts, members, strict=True) if member.out_input is None]
-        with_input = [part for part in open_ones if part.form.input_scale is not None]
-        if with_input:
-            value = scales.of_group([part.module for part in with_input], with_input[0].form.number)
-            for module, _, form, *_ in with_input:
-                if form.input_scale is not None:
-                    self.piece(self.add(module, form.input_scale), _scalar(value, form.reciprocal))
+        if open_ones:
+            form = open_ones[0].form
+            value = _scalar(scales.of_group([part.module for part in open_ones], form.number), form.reciprocal)
+            for part in open_ones:
+                if part.form.input_scale is not None:
+                    self.piece(self.add(part.module, part.form.input_scale), value)
         for part in parts:
             if part.bias:
-                self.piece(self.add(part.module, part.bias.leaf), part.bias.source)
+                self.copy(part.module, part.bias.leaf, part.bias.source)
+
+    def copy(self, module: str, leaf: Leaf, source: TensorInfo | Rows | bytes) -> None:
+        """An output tensor that needs no computing."""
+        self._copied.append(len(self.leaves))
+        self.piece(self.add(module, leaf), source)
 
     def refuse_twins(self) -> None:
         """UsageError if two origins would write one tensor."""
-        names = {module + leaf.suffix for module, leaf in zip(self.modules, self.leaves, strict=True)}
-        if len(names) == len(self.leaves):
+        if not self._may_have_twins():
             return
         first: dict[str, str] = {}
         for out, origin in sorted(self._origins()):
@@ -235,6 +246,22 @@ class _Builder:
                     hint="keep or drop one of them with a rule",
                 )
             first[name] = origin
+
+    def _may_have_twins(self) -> bool:
+        """Whether two converted modules share a name, or a copied tensor has a name that a converted module may write.
+
+        Modules and suffixes are compared, not names: those of a large checkpoint would take a hundred megabytes.
+        """
+        if len(self._parts) != sum(len(unit.members) for unit in self.units if isinstance(unit, GroupUnit)):
+            return True
+        if self._bare:  # stacks, of which there are few: their own names are tensors' names, too
+            return True
+        names = [self.modules[out] + self.leaves[out].suffix for out in self._copied]
+        suffixes = {leaf.suffix for leaf in {id(leaf): leaf for leaf in self.leaves}.values()}
+        if len(set(names)) != len(names):
+            return True
+        ends = [(suffix, -len(suffix) or None) for suffix in suffixes]
+        return any(name.endswith(suffix) and name[:end] in self._parts for suffix, end in ends for name in names)
 
     def _origins(self) -> Iterable[tuple[int, str]]:
         """(output tensor, what it is made from), in no order."""
@@ -272,53 +299,54 @@ def make_plan(
     calibration: what activations.calibrate asks for; without it the plan is for looking at only.
     """
     weights = list(layout.weights(catalogue))
-    owners = {t.name: weight for weight in weights for t in weight.tensors}
+    owners = {tensor[0]: weight for weight in weights for tensor in weight.tensors}
     decisions = decide(manifest.layers, catalogue, owners)
-    with_input = manifest.target.format in ("nvfp4", "fp8")
-    converting = {c.weight.module: c for c in settle(manifest, layout.name, catalogue, weights, decisions)}
+    target = manifest.target
+    with_input = target.format in ("nvfp4", "fp8")
+    settled = settle(manifest, layout.name, catalogue, weights, decisions)
     _refuse_unclaimed(catalogue, owners, decisions, layout.name)
-    refuse_idle(manifest.layers, decisions, (module for module, c in converting.items() if not is_copy(c)))
+    converting = [conversion for conversion in settled if not is_copy(conversion)]
+    refuse_idle(manifest.layers, decisions, (conversion.weight.module for conversion in converting))
     calibrated = manifest.activations.calibrate is not None
     scales = InputScales.from_manifest(manifest, calibration) if with_input or calibrated else InputScales.none()
     by_group: dict[str, list[Conversion]] = {}
     mates: dict[str, list[Conversion]] = {}
-    for conversion in converting.values():
-        if not is_copy(conversion):
-            key = fuse_key(conversion.weight.module)
-            mates[conversion.weight.module] = by_group.setdefault(key, [])
-            mates[conversion.weight.module].append(conversion)
+    for conversion in converting:
+        module = conversion[0][0]
+        mates[module] = group = by_group.setdefault(fuse_key(module), [])
+        group.append(conversion)
     uses = [RuleUse() for _ in manifest.layers]
     builder, dropped, converted = _Builder(), list[str](), list[str]()
+    weight, module, decision = None, "", Decision("keep", -1)
     for tensor in _in_file_order(catalogue):
-        weight = owners.get(tensor.name)
-        module = weight.module if weight else module_of(tensor.name)
-        decision = decisions[module]
+        if weight is None or weight[5] is not tensor:  # else the scales of the weight whose codes came just before
+            weight = owners.get(tensor[0])
+            module = weight[0] if weight else module_of(tensor[0])
+            decision = decisions[module]
         if decision.rule >= 0:
-            uses[decision.rule].count(tensor.nbytes, decision.note)
+            uses[decision.rule].count(tensor[5], decision.note)
         if decision.to == "drop":
             dropped.append(tensor.name)
         elif weight is None or (members := mates.get(module)) is None:
-            builder.piece(builder.add(tensor.name, leaf_of("", tensor.dtype, tensor.shape)), tensor)
+            builder.copy(tensor.name, leaf_of("", tensor.dtype, tensor.shape), tensor)
             if decision.rule >= 0:
                 uses[decision.rule].bytes_out += tensor.nbytes
         elif members:  # the first tensor of its fused group, which takes this place
-            groups: dict[str, list[Part]] = {}
-            kinds: dict[str, tuple[str, str, str]] = {}
+            groups: dict[str, tuple[Way, list[Part]]] = {}
             for member in members:
-                grain = member.granularity
-                for part in parts_of(member.weight, member.target, manifest.target.layout, with_input, grain):
-                    kind = (_kind(member.weight, part.form), member.scale, member.rounding)
-                    _refuse_mixed(part.group, kind, kinds.setdefault(part.group, kind))
-                    groups.setdefault(part.group, []).append(part)
-                    form = part.form
-                    uses[member.rule].bytes_out += form.codes.nbytes + (form.scales.nbytes if form.scales else 0)
+                for part in parts_of(member.weight, member.target, target.layout, with_input, member.granularity):
+                    way = (_kind(member.weight, part.form), member.scale, member.rounding)
+                    known, parts = groups.setdefault(part.group, (way, []))
+                    _refuse_mixed(part.group, way, known)
+                    parts.append(part)
+                    uses[member.rule].bytes_out += part.form.nbytes
                     if member.target != "bf16":
                         converted.append(part.module)
             members.clear()
-            for group, parts in groups.items():
-                builder.group(*kinds[group], parts, scales)
+            for way, parts in groups.values():
+                builder.group(way, parts, scales)
     for name, value in scales.kv_scales(manifest, catalogue):
-        builder.piece(builder.add(name, leaf_of("", "F32", ())), struct.pack("<f", value))
+        builder.copy(name, leaf_of("", "F32", ()), struct.pack("<f", value))
     builder.flush()
     builder.refuse_twins()
     scales.refuse_missing()
@@ -340,7 +368,7 @@ def make_plan(
     )
 
 
-def _refuse_mixed(group: str, one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
+def _refuse_mixed(group: str, one: Way, other: Way) -> None:
     """Weights that share a global scale must be made in one way."""
     if one != other:
         names = [f"{kind} with scale {scale}, rounding {rounding}" for kind, scale, rounding in (one, other)]
@@ -371,8 +399,8 @@ def _refuse_unclaimed(
     catalogue: Catalogue, owners: Mapping[str, SourceWeight], decisions: Mapping[str, Decision], layout: str
 ) -> None:
     """Quantized bytes that no weight of the layout accounts for: copied, they would be read as something else."""
-    for tensor in catalogue.tensors.values():
-        if tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2 or tensor.name in owners:
+    for name, tensor in catalogue.tensors.items():
+        if name in owners or tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2:
             continue
         if decisions[module_of(tensor.name)].to != "drop":
             raise SourceError(

@@ -14,11 +14,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from json.encoder import encode_basestring as quote
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
+from requant.convert.canonical import Columns, columns_of
 from requant.manifests.errors import SourceError
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "HEADER_LIMIT",
     "Shard",
     "TensorInfo",
+    "described",
+    "frame_header",
     "is_lfs_pointer",
     "nbytes_of",
     "read_shard_header",
@@ -133,6 +137,16 @@ def read_shard_header(path: Path, file: str) -> Shard:
             raw = handle.read(length)
     except OSError as error:
         raise _fail(file, f"cannot be read: {error.strerror}", "check the path and its permissions") from error
+    quick = columns_of(raw, stat.st_size - 8 - length, nbytes_of)
+    if quick is not None:
+        return Shard(
+            file=file,
+            size=stat.st_size,
+            mtime_ns=stat.st_mtime_ns,
+            header_sha256=hashlib.sha256(prefix + raw).hexdigest(),
+            metadata={str(k): str(v) for k, v in quick.metadata.items()},
+            tensors=_infos(quick, file, 8 + length),
+        )
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested a thousand deep
@@ -152,6 +166,13 @@ def read_shard_header(path: Path, file: str) -> Shard:
         metadata={str(k): str(v) for k, v in cast("dict[Any, Any]", metadata).items()},
         tensors=tensors,
     )
+
+
+def _infos(columns: Columns, file: str, data_start: int) -> tuple[TensorInfo, ...]:
+    """The columns as rows."""
+    begins = (data_start + begin for begin in columns.begins)
+    rows = zip(columns.names, columns.dtypes, columns.shapes, repeat(file), begins, columns.sizes, strict=False)
+    return tuple(map(TensorInfo._make, rows))
 
 
 def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: int) -> tuple[TensorInfo, ...]:
@@ -215,9 +236,9 @@ def _check_entries(file: str, entries: dict[str, Any], data_start: int, size: in
 
 
 @lru_cache(maxsize=4096)
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
-    """A header entry up to its offsets."""
-    return f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+def described(dtype: str, shape: tuple[int, ...]) -> str:
+    """A header entry between its name and its offsets."""
+    return f':{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
 
 
 def render_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
@@ -225,10 +246,13 @@ def render_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
 
     entries: (name, dtype, shape, begin, end) with offsets from the data's start, in file order.
     """
-    parts = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
-    parts += [  # by hand: a checkpoint has up to half a million entries, and a plan renders them all
-        f"{quote(name)}:{_described(dtype, shape)}{begin},{end}]}}" for name, dtype, shape, begin, end in entries
-    ]
-    raw = ("{" + ",".join(parts) + "}").encode()
+    rendered = (f"{quote(name)}{described(d, shape)}{begin},{end}]}}" for name, d, shape, begin, end in entries)
+    return frame_header(",".join(rendered), metadata)
+
+
+def frame_header(entries: str, metadata: Mapping[str, str]) -> bytes:
+    """`render_header` of entries that are rendered already, as `"NAME":{...},"NAME":{...}`."""
+    head = f'{{"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}'
+    raw = f"{head},{entries}}}".encode() if entries else f"{head}}}".encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw

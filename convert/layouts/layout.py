@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Protocol
 
 from requant.convert.checkpoint import Catalogue
@@ -30,10 +31,10 @@ class Layout(Protocol):
         """All weights that a rule could convert: the quantized, the 2-D floats, the stacked experts."""
         taken: set[str] = set()
         for weight in self.packed(catalogue):
-            taken.update([tensor.name for tensor in weight.tensors])
+            taken.update(map(itemgetter(0), weight.tensors))
             yield weight
         for tensor in catalogue.tensors.values():
-            if tensor.name in taken or tensor.dtype not in FLOATS or len(tensor.shape) != 2:
+            if tensor[1] not in FLOATS or len(tensor.shape) != 2 or tensor.name in taken:
                 continue
             if tensor.name.endswith(".weight"):
                 rows, cols = tensor.shape

@@ -112,24 +112,36 @@ class Suffixed(Layout):
     def packed(self, catalogue: Catalogue) -> Iterator[SourceWeight]:
         """Quantized weights. A packed tensor without its scales is an error."""
         block = block_size(catalogue)
-        for tensor in catalogue.tensors.values():
-            name = tensor.name
+        ends = {name.rpartition(".")[2] for name in catalogue.tensors}  # what no module has is not looked for
+        own_inputs = tuple(suffix for suffix in self._input if suffix[1:] in ends)
+        for name, tensor in catalogue.tensors.items():
             if name.endswith(".weight_packed"):
                 module = name.removesuffix(".weight_packed")
                 if tensor.dtype == "I32":
                     yield self._int4(catalogue, tensor, module)
                 elif tensor.dtype in ("U8", "F4"):
-                    yield self._fp4(catalogue, tensor, module, ".weight_global_scale", _RECIPROCAL)
+                    second = ".weight_global_scale"
+                    yield self._fp4(catalogue, tensor, module, second, _RECIPROCAL, second[1:] in ends, own_inputs)
             elif name.endswith(".weight") and tensor.dtype in ("U8", "F4"):
-                yield self._fp4(catalogue, tensor, name.removesuffix(".weight"), ".weight_scale_2", NOTHING_MORE)
+                second, module = ".weight_scale_2", name.removesuffix(".weight")
+                yield self._fp4(catalogue, tensor, module, second, NOTHING_MORE, second[1:] in ends, own_inputs)
             elif name.endswith(".weight") and tensor.dtype == "F8_E4M3":
                 yield fp8_weight(catalogue, tensor, name.removesuffix(".weight"), self._fp8_suffixes, block)
 
-    def _fp4(self, catalogue: Catalogue, codes: TensorInfo, module: str, second: str, more: More) -> SourceWeight:
+    @staticmethod
+    def _fp4(
+        catalogue: Catalogue,
+        codes: TensorInfo,
+        module: str,
+        second: str,
+        more: More,
+        has_second: bool,
+        own_inputs: tuple[str, ...],
+    ) -> SourceWeight:
         tensors = catalogue.tensors
-        scales, scalar = tensors.get(f"{module}.weight_scale"), tensors.get(module + second)
+        scales, scalar = tensors.get(f"{module}.weight_scale"), tensors.get(module + second) if has_second else None
         own_input = None
-        for suffix in self._input:
+        for suffix in own_inputs:
             own_input = own_input or tensors.get(module + suffix)
         if scalar is None and (scales is None or scales.dtype != "F8_E4M3"):
             rows, cols = check_mxfp4(codes, scales, f"{module}.weight_scale", ("U8", "F8_E8M0"))

@@ -27,7 +27,7 @@ Gate and up stay under their own names: which of them a kernel wants first is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -67,7 +67,8 @@ FP8_BLOCK: Final = (128, 128)
 def fuse_key(module: str) -> str:
     """The name of the fused group of `module`: equal for modules that must share a global scale."""
     parent, dot, leaf = module.rpartition(".")
-    return f"{parent}{dot}{_SET_OF.get(leaf, leaf)}"
+    fused = _SET_OF.get(leaf)
+    return f"{parent}{dot}{fused}" if fused else module
 
 
 class Leaf(NamedTuple):
@@ -103,6 +104,11 @@ class Form(NamedTuple):
     transposed: int = 0
     block: tuple[int, int] = (0, 0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and block scales."""
+        return self.codes.nbytes + (self.scales.nbytes if self.scales else 0)
+
 
 class Bias(NamedTuple):
     """A stacked bias's share of one part: elements of the source tensor, as rows of one element."""
@@ -133,22 +139,21 @@ def _granularity(layout: str, wanted: str | None) -> str:
 
 def parts_of(
     weight: SourceWeight, target: str, layout: str, with_input_scale: bool, granularity: str | None = None
-) -> Iterator[Part]:
+) -> Iterable[Part]:
     """The output weights of `weight` under a target format (nvfp4, mxfp4, fp8, bf16) and a writing layout."""
     stacked = weight.experts and not weight.more.split
     if stacked and (target == "bf16" or layout == "modelopt"):
-        yield _stacked(weight, target, with_input_scale)
-    elif stacked and layout != "modelopt-experts":
+        return (_stacked(weight, target, with_input_scale),)
+    if stacked and layout != "modelopt-experts":
         raise UsageError(
             f"target.layout {layout} cannot hold stacked experts",
             where=weight.module,
             hint="use layout modelopt-experts (one module per expert) or modelopt (stacked, as modelopt writes it)",
         )
-    elif weight.experts:
-        yield from _per_expert(weight, target, layout, with_input_scale, granularity)
-    else:
-        form = _form(weight.rows, weight.cols, target, layout, with_input_scale, granularity)
-        yield Part(weight.module, fuse_key(weight.module) if form.global_scale else weight.module, form, weight)
+    if weight.experts:
+        return _per_expert(weight, target, layout, with_input_scale, granularity)
+    form = _form(weight.rows, weight.cols, target, layout, with_input_scale, granularity)
+    return (Part(weight.module, fuse_key(weight.module) if form.global_scale else weight.module, form, weight),)
 
 
 @lru_cache(maxsize=4096)

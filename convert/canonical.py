@@ -4,8 +4,10 @@
 
 JSON parsers make a dictionary and two lists for each entry, which half a million tensors pay for with seconds. Here
 three separators cut the text into (name, dtype and shape, offsets), few dtypes and shapes are parsed once each, and the
-offsets are numbers in one array. This is a shortcut and no second opinion: whatever is not exactly of that form, or not
-entirely in order, is left to the checks that follow json.loads (shards.py), which also find the words for it.
+offsets are numbers in one array. The index beside the shards (name -> file) is cut at its quotation marks.
+
+This is a shortcut and no second opinion: whatever is not exactly of that form, or not entirely in order, is left to
+json.loads and the checks that follow it (shards.py, checkpoint.py), which also find the words for it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
-__all__ = ["Columns", "columns_of"]
+__all__ = ["Columns", "columns_of", "index_of"]
 
 _METADATA: Final = b'{"__metadata__":'
 _SEPARATORS: Final = (b'":{"dtype":"', b'],"data_offsets":[', b']},"')
@@ -26,6 +28,8 @@ _SEPARATORS: Final = (b'":{"dtype":"', b'],"data_offsets":[', b']},"')
 _KIND: Final = re.compile(r'([A-Z][A-Z0-9_]*)","shape":\[((?:0|[1-9]\d*)(?:,(?:0|[1-9]\d*))*|)', re.ASCII)
 _QUOTES: Final = 3
 """Quotation marks inside a kind, as the pattern has them."""
+_SPACE: Final = " \t\n\r"
+"""JSON's white space."""
 _LONGEST: Final = 38
 """Two offsets below 2**63 and a comma fit."""
 
@@ -126,3 +130,26 @@ def _leading_zero(text: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
     first = np.concatenate(([True], text[:-1] == ord(",")))
     more = np.concatenate((text[1:] != ord(","), [False]))
     return bool((first & more & (text == ord("0"))).any())
+
+
+def index_of(raw: bytes) -> dict[str, Any] | None:
+    """An index file as json.loads reads it; None where the slow way has to look."""
+    mark = b'"weight_map"'
+    start = raw.find(b"{", raw.find(mark) + len(mark))
+    end = raw.find(b"}", start) + 1
+    if start < 0 or not end or b"\\" in raw[start:end]:
+        return None
+    try:
+        pieces = raw[start + 1 : end - 1].decode().split('"')
+        rest: object = json.loads(raw[:start] + b"{}" + raw[end:])
+    except (ValueError, RecursionError):
+        return None
+    index = cast("dict[str, Any]", rest) if isinstance(rest, dict) else {}
+    names, files = pieces[1::4], pieces[3::4]
+    between = [{piece.strip(_SPACE) for piece in set(pieces[first:-1:4])} for first in (2, 4)]
+    if index.get("weight_map") != {} or len(pieces) % 4 != 1 or between != [{":"}, {","}]:
+        return None
+    if (pieces[0] + pieces[-1]).strip(_SPACE) or not all(map(str.isprintable, (*names, *set(files)))):
+        return None
+    index["weight_map"] = dict(zip(names, files, strict=True))
+    return index if len(index["weight_map"]) == len(names) else None

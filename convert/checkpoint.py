@@ -15,6 +15,7 @@ from operator import eq, itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
+from requant.convert.canonical import index_of
 from requant.convert.shards import Shard, TensorInfo, is_lfs_pointer, read_shard_header
 from requant.manifests.errors import SourceError
 
@@ -106,8 +107,7 @@ def open_checkpoint(root: Path) -> Catalogue:
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         before = len(tensors)
-        own = {tensor[0]: tensor for tensor in shard.tensors}  # by number: half a million names
-        tensors |= own
+        tensors.update(zip(map(itemgetter(0), shard.tensors), shard.tensors, strict=True))
         if len(tensors) != before + len(shard.tensors):
             raise _twice(shards, shard)
     if weight_map is not None:
@@ -172,7 +172,7 @@ def _index_file(root: Path) -> str | None:
 def _weight_files(root: Path, index: str | None) -> tuple[list[str], dict[str, str] | None]:
     """The shards that make up the checkpoint, and the index's weight map if there is an index."""
     if index is not None:
-        weight_map = read_json(_resolve(root, index), index).get("weight_map")
+        weight_map = _read_index(_resolve(root, index), index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise SourceError("weight_map is missing or empty", where=index, hint="download the file again")
         mapping = cast("dict[str, Any]", weight_map)
@@ -211,6 +211,15 @@ def _weight_files(root: Path, index: str | None) -> tuple[list[str], dict[str, s
             hint="download the index too: without it a missing shard cannot be told from a complete checkpoint",
         )
     return (["model.safetensors"] if "model.safetensors" in shards else shards), None
+
+
+def _read_index(path: Path, where: str) -> dict[str, Any]:
+    """The index, whatever it holds."""
+    try:
+        quick = index_of(path.read_bytes())
+    except OSError:
+        quick = None
+    return read_json(path, where) if quick is None else quick
 
 
 def _pickle(file: str) -> SourceError:

@@ -300,13 +300,14 @@ def make_plan(
     """
     weights = list(layout.weights(catalogue))
     owners = {tensor[0]: weight for weight in weights for tensor in weight.tensors}
-    decisions = decide(manifest.layers, catalogue, owners)
+    rest = [tensor for name, tensor in catalogue.tensors.items() if name not in owners]
+    decisions = decide(manifest.layers, catalogue, weights, rest)
     target = manifest.target
     with_input = target.format in ("nvfp4", "fp8")
     settled = settle(manifest, layout.name, catalogue, weights, decisions)
-    _refuse_unclaimed(catalogue, owners, decisions, layout.name)
+    _refuse_unclaimed(rest, decisions, layout.name)
     converting = [conversion for conversion in settled if not is_copy(conversion)]
-    refuse_idle(manifest.layers, decisions, (conversion.weight.module for conversion in converting))
+    refuse_idle(manifest.layers, decisions, (conversion.rule for conversion in converting))
     calibrated = manifest.activations.calibrate is not None
     scales = InputScales.from_manifest(manifest, calibration) if with_input or calibrated else InputScales.none()
     by_group: dict[str, list[Conversion]] = {}
@@ -395,12 +396,10 @@ def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:
 _PACKED_DTYPES: Final = {"F4", "U8", "I8", *(dtype for dtype in DTYPE_BITS if dtype.startswith("F8_"))}
 
 
-def _refuse_unclaimed(
-    catalogue: Catalogue, owners: Mapping[str, SourceWeight], decisions: Mapping[str, Decision], layout: str
-) -> None:
+def _refuse_unclaimed(rest: Sequence[TensorInfo], decisions: Mapping[str, Decision], layout: str) -> None:
     """Quantized bytes that no weight of the layout accounts for: copied, they would be read as something else."""
-    for name, tensor in catalogue.tensors.items():
-        if name in owners or tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2:
+    for tensor in rest:
+        if tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2:
             continue
         if decisions[module_of(tensor.name)].to != "drop":
             raise SourceError(

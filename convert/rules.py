@@ -14,10 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, cast
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import SourceWeight
+from requant.convert.shards import TensorInfo
 from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import LayerRule
@@ -101,22 +103,23 @@ def module_of(tensor: str) -> str:
     return tensor.rpartition(".")[0] or tensor
 
 
-def decide(rules: Sequence[LayerRule], catalogue: Catalogue, owners: Mapping[str, SourceWeight]) -> dict[str, Decision]:
-    """A decision for every module of the checkpoint. owners: the weight that a tensor, by name, belongs to, if any.
+def decide(
+    rules: Sequence[LayerRule], catalogue: Catalogue, weights: Sequence[SourceWeight], rest: Sequence[TensorInfo]
+) -> dict[str, Decision]:
+    """A decision for every module of the checkpoint. rest: the tensors that belong to no weight.
 
     ManifestError lists every rule that matches nothing, with the nearest module names.
     """
     matchers = [compile_match(rule.match) for rule in rules]
     protected = [(compile_match(pattern), reason) for pattern, reason in PROTECTED]
     protected.append((_draft_layers(catalogue), DRAFT))
-    stacked = {module_of(t.name) for t in catalogue.tensors.values() if len(t.shape) > 2 and t.name not in owners}
+    stacked = {module_of(tensor.name) for tensor in rest if len(tensor.shape) > 2}
     used = [False] * len(rules)
     plain = [Decision(rule.to, index) for index, rule in enumerate(rules)]  # shared: modules outnumber them by far
     decisions: dict[str, Decision] = {}
     obeyed = [rule.to in ("keep", "drop") for rule in rules]
-    for name in catalogue.tensors:
-        weight = owners.get(name)
-        module = weight[0] if weight else module_of(name)
+    modules = chain(((weight[0], weight) for weight in weights), ((module_of(tensor.name), None) for tensor in rest))
+    for module, weight in modules:
         if module in decisions:
             continue
         chosen = -1
@@ -174,9 +177,12 @@ def _draft_layers(catalogue: Catalogue) -> Callable[[str], bool]:
     return beyond
 
 
-def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], converting: Iterable[str]) -> None:
-    """ManifestError for rules that ask for a conversion and convert nothing: a model left as large as it was."""
-    busy = {decisions[module].rule for module in converting}
+def refuse_idle(rules: Sequence[LayerRule], decisions: Mapping[str, Decision], converting: Iterable[int]) -> None:
+    """ManifestError for rules that ask for a conversion and convert nothing: a model left as large as it was.
+
+    converting: the rules by which something is converted.
+    """
+    busy = set(converting)
     faults: list[str] = []
     for index, rule in enumerate(rules):
         if rule.to in ("keep", "drop") or rule.optional or index in busy:

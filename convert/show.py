@@ -33,8 +33,8 @@ ASSUMED_GBPS: Final = 1.0
 """Disk throughput (GB of source per second) behind the time estimate, said in the plan."""
 BASE_MEMORY: Final = 120 * 2**20
 """Interpreter, numpy, and the compiled kernels."""
-PER_TENSOR: Final = 450
-"""Bytes of plan for each tensor of source and output: 0.75 GB for the 1.5 million of Kimi-K3 (test_plan_scale.py)."""
+PER_TENSOR: Final = 320
+"""Bytes of plan for each tensor of source and output: 0.48 GB for the 1.5 million of Kimi-K3 (test_plan_scale.py)."""
 
 
 def size_text(nbytes: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Protocol
 
 from requant.convert.checkpoint import Catalogue
@@ -29,9 +28,9 @@ class Layout(Protocol):
 
     def weights(self, catalogue: Catalogue) -> Iterator[SourceWeight]:
         """All weights that a rule could convert: the quantized, the 2-D floats, the stacked experts."""
-        taken: set[str] = set()
+        taken: set[str] = set()  # of the floats: scales, mostly
         for weight in self.packed(catalogue):
-            taken.update(map(itemgetter(0), weight.tensors))
+            taken.update([tensor[0] for tensor in weight.tensors if tensor[1] in FLOATS])
             yield weight
         for tensor in catalogue.tensors.values():
             if tensor[1] not in FLOATS or len(tensor.shape) != 2 or tensor.name in taken:

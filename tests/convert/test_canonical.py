@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from requant.convert import shards
-from requant.convert.canonical import columns_of
+from requant.convert.canonical import columns_of, index_of
 from requant.convert.shards import nbytes_of, read_shard_header, render_header
 from requant.manifests.errors import SourceError
 
@@ -118,3 +118,47 @@ def test_the_words_for_a_fault_are_the_slow_ways(tmp_path):
     raw = GOOD.replace(b"[2,3]", b"[1,2]")
     with pytest.raises(SourceError, match="overlaps the tensor before it"):
         read_shard_header(write(tmp_path / "bad.safetensors", raw, 3), "bad.safetensors")
+
+
+INDEX = {"metadata": {"total_size": 3}, "weight_map": {"a": "x.safetensors", "ü.b": "y.safetensors"}, "more": [1]}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_index_is_read_as_json_reads_it(indent):
+    assert index_of(json.dumps(INDEX, indent=indent, ensure_ascii=False).encode()) == INDEX
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        b'{"weight_map": []}',
+        b'{"weight_map": {}}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": "x", "a": "y"}}',
+        b'{"weight_map": {"a": "x",}}',
+        b'{"weight_map": {"a" "x"}}',
+        b'{"weight_map": {"a": "x" "b": "y"}}',
+        b'{"weight_map": {"a": "x", "b": {"c": "y"}}}',
+        b'{"weight_map": {"\\u0061": "x"}}',
+        b'{"weight_map": {"a\n": "x"}}',
+        b'{"weight_map": {"a": "x}"}}',
+        b'{"weight_map": {"\xff": "x"}}',
+        b'{"weight_map": {"a": "x"}',
+        b'{"metadata": {"weight_map": {"a": "x"}}, "weight_map": {"b": "y"}}',
+        b'{"metadata": "weight_map", "weight_map": {"a": 1}}',
+        b'{"more": {"weight_map": {"a": "x"}}}',
+    ],
+)
+def test_an_index_that_is_out_of_order_is_left_to_the_slow_way(raw):
+    assert index_of(raw) is None
+
+
+@given(st.data())
+def test_one_changed_byte_never_changes_what_an_index_says(data):
+    raw = json.dumps(INDEX).encode()
+    at = data.draw(st.integers(0, len(raw) - 1))
+    changed = raw[:at] + bytes([data.draw(st.integers(0, 255))]) + raw[at + 1 :]
+    found = index_of(changed)
+    assert found is None or found == json.loads(changed)

@@ -281,6 +281,15 @@ def test_the_first_rule_that_fits_decides_and_names_match_whole(kit):
     assert {name.split(".")[1] for name in plan.converted} == {str(n) for n in range(12) if n != 1}
 
 
+def test_a_bias_that_stands_before_its_weight_does_not_keep_it(kit):
+    """safetensors sorts tensors of one dtype by name: `bias` comes first, and is not what its module is judged by."""
+    tensors = {"a.q_proj.bias": kit.bf16(kit.rng, 32), "a.q_proj.weight": kit.bf16(kit.rng, 32, 64)}
+    source = kit.write_checkpoint(kit.tmp / "src", [tensors], {})
+    plan = kit.job(source, [{"match": "*", "to": "mxfp4", "scale": "nearest"}], format="mxfp4").plan
+    assert plan.converted == ("a.q_proj",)
+    assert [use.notes for use in plan.rules] == [{}]
+
+
 def test_shared_experts_are_not_routed_experts(kit):
     """C77."""
     names = ["experts.0.up_proj", "shared_expert.up_proj", "shared_experts.up_proj", "experts.shared.up_proj"]

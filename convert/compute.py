@@ -13,13 +13,13 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.convert.decode import amax_tiles, float_tiles, scale_grid, to_bf16
+from requant.convert.decode import amax_tiles, float_tiles, planes, scale_grid, to_bf16
 from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
 from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
@@ -73,6 +73,8 @@ def run_unit(plan: Places, unit: Unit, files: Opened, by: Accelerator | None = N
         for piece in unit.pieces:
             _copy(plan.tensors[piece.out], piece.source, files)
         return {}
+    if any(member.weight.more.blocked for member in unit.members):
+        by = None  # it reads planes
     if unit.kind == "repack":
         return _repack(plan, unit, files, by)
     if unit.kind == "relayout":
@@ -163,7 +165,11 @@ def _scale_range(unit: GroupUnit, files: Opened) -> tuple[int, int]:
 
 def scale_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(first row, E8M0 bytes [n, K/32]) of a member's scale plane. SourceError names the first NaN scale."""
-    for first, tile in row_tiles(_planes(member), files):
+    if member.weight.more.blocked:
+        tiles = ((first, scales) for first, _, scales in _code_tiles(member, files))
+    else:
+        tiles = row_tiles(_planes(member), files)
+    for first, tile in tiles:
         if tile.max() == E8M0_NAN_BYTE:
             _refuse_nan(member, first, tile)
         yield first, tile
@@ -172,11 +178,11 @@ def scale_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np
 def _refuse_nan(member: Member, first: int, tile: NDArray[np.uint8]) -> None:
     hit = find_nan_scale(tile)
     if hit is not None:
-        scales = _planes(member)
-        row = scales.start + (first + hit[0]) * scales.step
+        tensor = member.weight.scales or member.weight.codes
+        row = member.start + (first + hit[0]) * member.step
         raise SourceError(
             f"E8M0 scale 255 (NaN) at row {row}, block {hit[1]}",
-            where=f"{scales.tensor.file}: {scales.tensor.name}",
+            where=f"{tensor.file}: {tensor.name}",
             hint="the source is corrupt: download the shard again, or report it to its publisher",
         )
 
@@ -187,16 +193,29 @@ def _repack_in_window(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
     for member in unit.members:
         target = plan.tensors[_scales_out(member)]
         fd = files.output(target.shard)
-        scales = _planes(member)
-        if member.form.transposed:
+        if member.weight.more.blocked:
+            _write_planes(plan, member, files, lambda tile: window_scales(tile, m))
+        elif member.form.transposed:
             _transpose(plan, member, files, m)
         else:
+            scales = _planes(member)
             for first, tile in row_tiles(scales, files):
                 write_all(fd, window_scales(tile, m), target.begin + first * scales.row_bytes * 2)
             codes = plan.tensors[member.out_codes]
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
         blocks += member.form.rows * (member.form.cols // NVFP4_GROUP)
     return Counts(exact=blocks)
+
+
+def _write_planes(
+    plan: Places, member: Member, files: Opened, scales_of: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+) -> None:
+    """Codes as they are, scales as scales_of makes them, of a source that holds them together."""
+    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    for first, codes, tile in _code_tiles(member, files):
+        scales = scales_of(tile)
+        write_all(files.output(out_codes.shard), codes, out_codes.begin + first * codes.shape[1])
+        write_all(files.output(out_scales.shard), scales, out_scales.begin + first * scales.shape[1])
 
 
 def _transpose(plan: Places, member: Member, files: Opened, m: int) -> None:
@@ -217,18 +236,16 @@ def _write_transposed(plane: NDArray[np.uint8], fd: int, begin: int) -> None:
 
 def _code_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8], NDArray[np.uint8]]]:
     """(first row, codes [n, K/2], scales [n, K/32]) in tiles; a transposed member goes expert by expert."""
-    codes, scales = member.codes, _planes(member)
+    weight, codes = member.weight, member.codes
     per_tile = max(TILE_BYTES // (codes.row_bytes * codes.step), 1)
     if member.form.transposed:
         per_tile = member.form.rows // member.form.transposed
-    code_fd, scale_fd = files.source(codes.tensor.file), files.source(scales.tensor.file)
+    if weight.more.rotary:
+        head = weight.rows // weight.more.rotary
+        per_tile = max(per_tile // head, 1) * head
     for first in range(0, member.form.rows, per_tile):
         count = min(per_tile, member.form.rows - first)
-        yield (
-            first,
-            np.ascontiguousarray(read_rows(codes, code_fd, first, count)),
-            np.ascontiguousarray(read_rows(scales, scale_fd, first, count)),
-        )
+        yield first, *planes(weight, member.start + first * member.step, member.step, count, files)
 
 
 def _choose(unit: GroupUnit, files: Opened) -> Choice:
@@ -282,7 +299,9 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     weights = 0
     for member in unit.members:
         codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
-        if member.form.transposed:
+        if member.weight.more.blocked:
+            _write_planes(plan, member, files, lambda tile: tile)
+        elif member.form.transposed:
             _transpose_planes(plan, member, files)
         elif member.form.number == "fp8":
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
@@ -291,6 +310,8 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
         else:
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
             _copy_rows(_planes(member), files.output(plane.shard), plane.begin, files)
+        if member.weight.more.blocked and member.out_global is not None:  # ggml's NVFP4 has no second scale
+            _write_scalar(plan, member.out_global, np.float32(1.0), files)
         for tensor, out in ((member.weight.scalar, member.out_global), (member.weight.input, member.out_input)):
             if tensor is not None and out is not None:
                 scalar = read_scalar(tensor, files, member.start // member.weight.rows)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from requant.convert.ggml import LARGEST_SCALE, planes_of
 from requant.convert.layouts.base import Rows, SourceWeight
 from requant.convert.rows import Opened, read_panel, read_rows, read_scalar, read_whole
 from requant.convert.shards import TensorInfo
@@ -26,7 +27,7 @@ from requant.manifests.errors import SourceError
 if TYPE_CHECKING:
     from requant.kernels.quantize import Weight
 
-__all__ = ["amax_tiles", "code_rows", "float_tiles", "scale_grid", "scale_rows", "source_nbytes", "to_bf16"]
+__all__ = ["amax_tiles", "code_rows", "float_tiles", "planes", "scale_grid", "scale_rows", "source_nbytes", "to_bf16"]
 
 TILE_WEIGHTS: Final = 1 << 20
 """Weights decoded at a time: 4 MB of FP32."""
@@ -152,13 +153,14 @@ def _unrotated(weight: SourceWeight, tile: NDArray[Any]) -> Any:
     if not weight.more.rotary:
         return tile
     head = weight.rows // weight.more.rotary
-    return np.ascontiguousarray(tile.reshape(-1, head // 2, 2, weight.cols).swapaxes(1, 2).reshape(-1, weight.cols))
+    wide = tile.shape[1]
+    return np.ascontiguousarray(tile.reshape(-1, head // 2, 2, wide).swapaxes(1, 2).reshape(-1, wide))
 
 
 def _mxfp4(weight: SourceWeight, at: int, step: int, count: int, files: Opened) -> Weight:
     from requant.kernels.cpu_dequant import dequantize_mxfp4
 
-    codes, scales = _planes(weight, at, step, count, files)
+    codes, scales = planes(weight, at, step, count, files)
     out = np.empty((count, weight.cols), dtype=np.float32)
     dequantize_mxfp4(codes, scales, out)
     return out
@@ -167,18 +169,29 @@ def _mxfp4(weight: SourceWeight, at: int, step: int, count: int, files: Opened) 
 def _nvfp4(weight: SourceWeight, at: int, step: int, count: int, files: Opened) -> Weight:
     from requant.kernels.cpu_dequant import dequantize_nvfp4
 
-    codes, scales = _planes(weight, at, step, count, files)
+    codes, scales = planes(weight, at, step, count, files)
     out = np.empty((count, weight.cols), dtype=np.float32)
-    scalar = read_scalar(_needed(weight, weight.scalar), files, at // weight.rows)
+    scalar = np.float32(1.0)
+    if not weight.more.blocked:
+        scalar = read_scalar(_needed(weight, weight.scalar), files, at // weight.rows)
     dequantize_nvfp4(codes, scales, scalar, out, reciprocal=weight.more.reciprocal)
     return out
 
 
-def _planes(
+def planes(
     weight: SourceWeight, at: int, step: int, count: int, files: Opened
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Codes [count, K/2] and block scales [count, K/group]."""
+    """Codes [count, K/2] and block scales [count, K/group] of an FP4 weight, whole heads of one in rotary order.
+
+    SourceError for a block scale of ggml's NVFP4 that is none.
+    """
     codes = read_rows(code_rows(weight, at, step, count), files.source(weight.codes.file), 0, count)
+    if weight.more.blocked:
+        blocked, scales = (_unrotated(weight, part) for part in planes_of(codes, weight.format))
+        if weight.format == "nvfp4" and scales.max(initial=0) > LARGEST_SCALE:
+            row, block = (int(i[0]) for i in np.nonzero(scales > LARGEST_SCALE))
+            raise _bad_scale(weight.codes, f"E4M3 scale {scales[row, block]}", at + row * step, block)
+        return blocked, scales
     plane = scale_rows(weight, at, step, count)
     if plane is None:
         raise ValueError(f"{weight.module} has no block scales")

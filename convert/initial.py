@@ -75,14 +75,20 @@ def _target(catalogue: Catalogue, layout: str, packed: bool) -> tuple[TargetLayo
 def _requantized(
     weights: list[SourceWeight], formats: set[str], layout: str
 ) -> tuple[list[CommentedRule], TargetFormat, TargetLayout, tuple[Runtime, ...]]:
-    """NVFP4 goes into the other dialect as it is; FP8 and integers are rounded, and all but linears made BF16."""
+    """NVFP4 goes into the other dialect as it is; FP8 and integers are rounded, and all but linears made BF16.
+
+    FP4 beside them is moved as it is.
+    """
     if formats == {"nvfp4"}:
         packed = [w for w in weights if w.format == "nvfp4"]
         scaled: TargetFormat = "nvfp4" if all(w.input is not None for w in packed) else "nvfp4-w4a16"
         other: TargetLayout = "modelopt" if layout == "compressed-tensors" else "compressed-tensors"
         return _packed_rules(packed, layout), scaled, other, ("vllm", "sglang")
-    rules = [entry for entry in _plain_rules(weights) if entry.rule.to != "keep"]
-    rounded = [CommentedRule(LayerRule(match=e.rule.match, to="nvfp4", scale="nearest")) for e in rules]
+    exact = [w for w in weights if w.format in ("mxfp4", "nvfp4")]
+    rest = [w for w in weights if w.format not in ("mxfp4", "nvfp4")]
+    rules = [entry for entry in _plain_rules(rest) if entry.rule.to != "keep"]
+    rounded = _packed_rules(exact, layout)[:-1] if exact else []
+    rounded += [CommentedRule(LayerRule(match=e.rule.match, to="nvfp4", scale="nearest")) for e in rules]
     rounded.append(CommentedRule(LayerRule(match="*", to="bf16"), "everything else, in BF16"))
     return rounded, "nvfp4-w4a16", "modelopt", ("vllm",)
 
@@ -95,7 +101,10 @@ def _packed_rules(packed: list[SourceWeight], layout: str) -> list[CommentedRule
         if layout == "deepseek-v4" and pattern.startswith("mtp."):
             continue
         rules.append(CommentedRule(LayerRule(match=pattern, to="nvfp4", scale="lossless")))
-    rules.append(CommentedRule(LayerRule(match="*", to="keep"), "everything else, byte for byte"))
+    if layout == "gguf":  # ggml's other blocks cannot be copied, nor can rows in llama.cpp's order
+        rules.append(CommentedRule(LayerRule(match="*", to="bf16"), "everything else, in BF16"))
+    else:
+        rules.append(CommentedRule(LayerRule(match="*", to="keep"), "everything else, byte for byte"))
     return rules
 
 

@@ -46,6 +46,7 @@ class More(NamedTuple):
     rows is gate, the second up. turned: the matrix is stored [K, N]. block: (h, w) of an FP8 scale. reciprocal: the
     global scale is stored as 1/s2. offset: added to the zero points. rotary: heads whose rows llama.cpp keeps in
     another order, or 0. zeros, order: tensors of integer formats. extra: further tensors that a conversion uses up.
+    blocked: FP4 codes and their scales lie block by block in one tensor, ggml's.
     """
 
     split: bool = False
@@ -57,6 +58,7 @@ class More(NamedTuple):
     zeros: TensorInfo | None = None
     order: TensorInfo | None = None
     extra: tuple[TensorInfo, ...] = ()
+    blocked: bool = False
 
 
 NOTHING_MORE: Final = More()
@@ -74,7 +76,8 @@ class SourceWeight(NamedTuple):
         int4       codes I32 [N, K/8], scales [N, K/g], zeros I32 [N/8, K/g] or none      (compressed-tensors)
         gptq       codes I32 [K/8, N], scales F16 [K/g, N], zeros I32 [K/g, N/8], order I32 [K]
         awq        codes I32 [K, N/8], scales F16 [K/g, N], zeros I32 [K/g, N/8], columns interleaved
-        gguf       codes U8 [N, bytes of K weights], as ggml packs them; dtype of the codes names the type
+        gguf       codes U8 [N, bytes of K weights], as ggml packs them; dtype of the codes names the type. Its
+                   MXFP4 and NVFP4 are `mxfp4` and `nvfp4`, blocked, without tensors of scales
 
     interleaved: rows alternate gate, up (gpt-oss). input: the source's own activation scale. tensors: all that it is
     made of, its stacked bias included.

@@ -1,8 +1,12 @@
-"""GGUF: rows of ggml's blocks, which the package gguf decodes; see convert/gguf_source.py for names and shapes."""
+"""GGUF: rows of ggml's blocks, which the package gguf decodes, but for FP4 (convert/ggml.py).
+
+See convert/gguf_source.py for names and shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.gguf_source import GGUF_PREFIX, ROTARY
@@ -13,6 +17,9 @@ from requant.convert.shards import TensorInfo
 from requant.manifests.errors import SourceError
 
 __all__ = ["Gguf"]
+
+_FP4: Final = {f"{GGUF_PREFIX}MXFP4": "mxfp4", f"{GGUF_PREFIX}NVFP4": "nvfp4"}
+"""Types whose codes and scales are those of the formats, in another order."""
 
 
 class Gguf(Layout):
@@ -47,5 +54,8 @@ class Gguf(Layout):
     @staticmethod
     def _weight(module: str, tensor: TensorInfo, packed: bool, heads: int, experts: int) -> SourceWeight:
         rows, cols = tensor.shape[-2:]
-        more = More(rotary=heads, split=bool(experts)) if heads or experts else NOTHING_MORE
-        return SourceWeight(module, "gguf" if packed else "plain", rows, cols, tensor, None, experts, more=more)
+        number = _FP4.get(tensor.dtype)
+        plain = not (heads or experts or number)
+        more = NOTHING_MORE if plain else More(rotary=heads, split=bool(experts), blocked=number is not None)
+        kind = number or ("gguf" if packed else "plain")
+        return SourceWeight(module, kind, rows, cols, tensor, None, experts, more=more)

@@ -43,7 +43,10 @@ SOURCE_FILES: Final = (
     "w4a16_x.cuh",
     "w4a16_tile.cuh",
     "w4a16_sums.cuh",
+    "w4a16_wgmma.cuh",
+    "w4a16_wgmma_launch.cuh",
     "fp4_decode.cuh",
+    "hopper.cuh",
     "ptx.cuh",
 )
 ROUTING_HEADER: Final = 4
@@ -56,6 +59,7 @@ MESSAGES: Final = {
     -3: "this configuration needs more warps than the kernel was compiled for",
     -4: "a cluster's blocks can do one unit each: dense only, and as many blocks as row groups",
     -5: "a block needs two warps or more",
+    -6: "the driver cannot encode tensor maps",
 }
 
 
@@ -98,6 +102,7 @@ class Call(ctypes.Structure):
                 "x_stages",
                 "blocks",
                 "early_start",
+                "wgmma",
             )
         ),
     )

@@ -92,6 +92,15 @@ __device__ __forceinline__ void store_to_block(uint32_t address, int rank, float
 #endif
 }
 
+// The same for two floats; the address is a multiple of 8.
+__device__ __forceinline__ void store_pair_to_block(uint32_t address, int rank, float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(a), "f"(b) : "memory");
+#endif
+}
+
 // Wait for the kernel before this one in the stream, where the launch allowed an early start; else nothing happens.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "w4a16_core.cuh"
+#include "w4a16_wgmma_launch.cuh"
 
 namespace requant {
 namespace {
@@ -171,7 +172,33 @@ struct RequantCall {
   int format, alignment, tokens, rows, k, experts, slots, x_row_per_slot, output_is_float;
   // configuration
   int row_tiles, depth, column_warps, row_warps, cluster, x_stages, blocks, early_start;
+  int wgmma;  // 1: w4a16_wgmma.cuh, where column_warps and row_warps count warpgroups and x_stages is the depth of x's ring
 };
+
+static int call_wgmma(const RequantCall& call, void* stream) {
+  if (call.slots > 0) return -1;
+  WgmmaParams p = {};
+  p.codes = call.codes;
+  p.x = call.x;
+  p.block_scales = static_cast<const uint8_t*>(call.block_scales);
+  p.y = call.y;
+  p.global_scales = static_cast<const float*>(call.global_scales);
+  p.global_scale = call.global_scale;
+  p.tokens = call.tokens;
+  p.rows = call.rows;
+  p.k = call.k;
+  p.output_is_float = call.output_is_float;
+  p.row_groups = call.row_warps;
+  p.k_groups = call.column_warps;
+  p.cluster = call.cluster;
+  p.depth = call.depth;
+  p.x_depth = call.x_stages;
+#ifdef REQUANT_MARKS
+  p.marks = static_cast<long long*>(const_cast<void*>(call.slot_weights));
+#endif
+  return launch_wgmma(p, static_cast<Format>(call.format), call.blocks, call.early_start, kMaxShared,
+                      static_cast<cudaStream_t>(stream));
+}
 
 int requant_w4a16_tiles(int slots, int experts) {
   const int by_count = experts + slots / kGroupedTileTokens;
@@ -179,8 +206,9 @@ int requant_w4a16_tiles(int slots, int experts) {
 }
 
 // 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
-// or one whose blocks would have to do more than one unit, -5 a block of one warp; else a cudaError_t.
+// or one whose blocks would have to do more than one unit, -5 a block of one warp, -6 no tensor maps; else a cudaError_t.
 int requant_w4a16(const RequantCall* call, void* stream) {
+  if (call->wgmma) return call_wgmma(*call, stream);
   const Variant* chosen = nullptr;
   for (int i = 0; i < kVariantCount; ++i) {
     const Variant& v = kVariants[i];

@@ -1,0 +1,111 @@
+// Host side of w4a16_wgmma.cuh: the variants that are compiled in, tensor maps, shared memory, launch.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "w4a16_wgmma.cuh"
+
+namespace requant {
+
+struct WgmmaVariant {
+  Format format;
+  int tokens;
+  void (*kernel)(WgmmaParams);
+};
+
+#define REQUANT_WGMMA_WIDTHS(FORMAT)                                                                     \
+  {FORMAT, 8, w4a16_wgmma_kernel<FORMAT, 8>}, {FORMAT, 16, w4a16_wgmma_kernel<FORMAT, 16>},              \
+      {FORMAT, 32, w4a16_wgmma_kernel<FORMAT, 32>}, {FORMAT, 64, w4a16_wgmma_kernel<FORMAT, 64>}
+
+constexpr WgmmaVariant kWgmmaVariants[] = {
+    REQUANT_WGMMA_WIDTHS(Format::kNvfp4),
+    REQUANT_WGMMA_WIDTHS(Format::kMxfp4),
+};
+#undef REQUANT_WGMMA_WIDTHS
+
+// Bytes of shared memory, and the offsets in it: x, codes, block scales, sums, barriers. Swizzled tiles begin at multiples of 1024.
+inline int wgmma_layout(WgmmaParams& p, Format format, int tokens) {
+  const int groups = p.row_groups * p.k_groups, participants = p.cluster * p.k_groups, units = tokens / 4;
+  const int scale_tile = kWgRows * kStageK / (format == Format::kNvfp4 ? 16 : 32);
+  p.units_each = (units + participants - 1) / participants;
+  p.codes_offset = p.k_groups * p.x_depth * tokens * kStageXBytes;
+  p.scales_offset = p.codes_offset + groups * p.depth * kWgTileBytes;
+  p.sums_offset = p.scales_offset + groups * p.depth * scale_tile;
+  p.barriers_offset = p.sums_offset + (participants > 1 ? groups * participants * p.units_each * kWgThreads * 8 : 0);
+  return p.barriers_offset + kRingBarriers * 8;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's encoder of tensor maps, without linking the driver; null where it has none.
+inline EncodeTiled tensor_map_encoder() {
+  static const EncodeTiled encoder = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
+  }();
+  return encoder;
+}
+
+// A row-major matrix read in boxes of box_columns x box_rows, whose rows are 128 bytes in shared memory, swizzled.
+inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int bytes, const void* at, int columns, int rows,
+                       int box_columns, int box_rows) {
+  const EncodeTiled encode = tensor_map_encoder();
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(columns) * bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  return encode != nullptr &&
+         encode(map, type, 2, const_cast<void*>(at), sizes, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// 0, or a code of requant_w4a16. `p` holds pointers, sizes and the configuration; `blocks` covers all rows.
+inline int launch_wgmma(WgmmaParams& p, Format format, int blocks, int early_start, int most_shared, cudaStream_t stream) {
+  const WgmmaVariant* chosen = nullptr;
+  for (const WgmmaVariant& v : kWgmmaVariants) {
+    if (v.format == format && v.tokens >= p.tokens && (chosen == nullptr || v.tokens < chosen->tokens)) chosen = &v;
+  }
+  if (chosen == nullptr || p.k % 32 != 0) return -1;
+  const int groups = p.row_groups * p.k_groups;
+  if (groups < 1 || groups > kWgMaxGroups) return -3;
+  if (p.cluster < 1 || p.cluster > 8 || blocks * p.row_groups * kWgRows < p.rows) return -4;
+  if (p.depth < 1 || p.depth > kWgMaxDepth || p.x_depth < 2 || p.x_depth > kWgMaxDepth) return -2;
+  const int stages = (p.k + kStageK - 1) / kStageK, participants = p.cluster * p.k_groups;
+  p.stages_each = stages / participants;
+  p.stages_left = stages % participants;
+  const int scale_pitch = p.k / (format == Format::kNvfp4 ? 16 : 32);
+  p.scale_copy = scale_pitch % 16 == 0 ? 16 : scale_pitch % 8 == 0 ? 8 : 4;
+  if (scale_pitch % p.scale_copy != 0) return -1;
+  p.constant_weights = early_start == 2;
+  const int shared = wgmma_layout(p, format, chosen->tokens);
+  if (shared > most_shared) return -2;
+  if (!encode_map(&p.codes_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, p.codes, p.k / 2, p.rows, kLine, kWgRows) ||
+      !encode_map(&p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, p.x, p.k, p.tokens, kBlockK, chosen->tokens)) {
+    return -6;
+  }
+  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.cluster, blocks);
+  config.blockDim = dim3(groups * kWgThreads + kFetchThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = p.cluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = early_start ? 2 : 1;
+  error = cudaLaunchKernelEx(&config, chosen->kernel, p);
+  return error != cudaSuccess ? error : cudaGetLastError();
+}
+
+}  // namespace requant

@@ -45,6 +45,32 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Shared memory by its 32-bit address.
+__device__ __forceinline__ uint4 load_piece(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_half(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// A value that the compiler keeps in a register instead of working it out again.
+template <class T>
+__device__ __forceinline__ T opaque(T value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // prmt with all four selector bits: bit 3 of a selector repeats the sign of its byte (__byte_perm ignores it).
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selectors) {
   uint32_t d;
@@ -89,15 +115,6 @@ __device__ __forceinline__ void store_to_block(uint32_t address, int rank, float
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-#endif
-}
-
-// The same for two floats; the address is a multiple of 8.
-__device__ __forceinline__ void store_pair_to_block(uint32_t address, int rank, float a, float b) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(a), "f"(b) : "memory");
 #endif
 }
 

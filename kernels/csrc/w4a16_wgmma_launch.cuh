@@ -23,15 +23,20 @@ constexpr WgmmaVariant kWgmmaVariants[] = {
 };
 #undef REQUANT_WGMMA_WIDTHS
 
-// Bytes of shared memory, and the offsets in it: x, codes, block scales, sums, barriers. Swizzled tiles begin at multiples of 1024.
-inline int wgmma_layout(WgmmaParams& p, Format format, int tokens) {
-  const int groups = p.row_groups * p.k_groups, participants = p.cluster * p.k_groups, units = tokens / 4;
-  const int scale_tile = kWgRows * kStageK / (format == Format::kNvfp4 ? 16 : 32);
-  p.units_each = (units + participants - 1) / participants;
-  p.codes_offset = p.k_groups * p.x_depth * tokens * kStageXBytes;
+// Bytes of shared memory, and the offsets in it: x, codes, block scales, sums, barriers. Swizzled tiles begin at multiples
+// of 1024. The sums lie over the rings where both do not fit.
+inline int wgmma_layout(WgmmaParams& p, Format format, int tokens, int most_shared) {
+  const int groups = p.row_groups * p.k_groups, participants = p.cluster * p.k_groups;
+  p.k_shift = p.k_groups == 4 ? 2 : p.k_groups / 2;
+  p.tokens_shift = 1;
+  while ((participants << p.tokens_shift) < tokens) ++p.tokens_shift;
+  const int sums = groups * (participants << p.tokens_shift) * kSumsPitch * 4;
+  p.codes_offset = p.k_groups * p.x_depth * (tokens == 64 ? kXBlocks<64> : kXBlocks<32>) * tokens * kBlockK * 2;
   p.scales_offset = p.codes_offset + groups * p.depth * kWgTileBytes;
-  p.sums_offset = p.scales_offset + groups * p.depth * scale_tile;
-  p.barriers_offset = p.sums_offset + (participants > 1 ? groups * participants * p.units_each * kWgThreads * 8 : 0);
+  const int rings = p.scales_offset + groups * p.depth * kWgRows * kStageK / (format == Format::kNvfp4 ? 16 : 32);
+  p.sums_share = rings + sums + kRingBarriers * 8 > most_shared;
+  p.sums_offset = p.sums_share ? 0 : rings;
+  p.barriers_offset = p.sums_share ? (rings > sums ? rings : sums) : rings + sums;
   return p.barriers_offset + kRingBarriers * 8;
 }
 
@@ -51,17 +56,32 @@ inline EncodeTiled tensor_map_encoder() {
   return encoder;
 }
 
-// A row-major matrix read in boxes of box_columns x box_rows, whose rows are 128 bytes in shared memory, swizzled.
-inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int bytes, const void* at, int columns, int rows,
-                       int box_columns, int box_rows) {
+// A map whose innermost boxes are 128 bytes, swizzled in shared memory.
+inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* at, int rank, const cuuint64_t* sizes,
+                       const cuuint64_t* pitches, const cuuint32_t* box) {
   const EncodeTiled encode = tensor_map_encoder();
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(columns) * bytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
   return encode != nullptr &&
-         encode(map, type, 2, const_cast<void*>(at), sizes, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+         encode(map, type, rank, const_cast<void*>(at), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Codes [rows][k / 2] in boxes of 64 rows x one line.
+inline bool encode_codes(WgmmaParams& p) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(p.k / 2), static_cast<cuuint64_t>(p.rows)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(p.k / 2)};
+  const cuuint32_t box[2] = {kLine, kWgRows};
+  return encode_map(&p.codes_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.codes, 2, sizes, pitch, box);
+}
+
+// x [tokens][k] as [k / 64][tokens][64], in boxes of all tokens x a stage.
+inline bool encode_x(WgmmaParams& p, int width) {
+  const cuuint64_t sizes[3] = {kBlockK, static_cast<cuuint64_t>(p.tokens), static_cast<cuuint64_t>(p.k / kBlockK)};
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(p.k) * 2, kBlockK * 2};
+  const cuuint32_t box[3] = {kBlockK, static_cast<cuuint32_t>(width),
+                             static_cast<cuuint32_t>(width == 64 ? kXBlocks<64> : kXBlocks<32>)};
+  return encode_map(&p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, p.x, 3, sizes, pitches, box);
 }
 
 // 0, or a code of requant_w4a16. `p` holds pointers, sizes and the configuration; `blocks` covers all rows.
@@ -70,9 +90,9 @@ inline int launch_wgmma(WgmmaParams& p, Format format, int blocks, int early_sta
   for (const WgmmaVariant& v : kWgmmaVariants) {
     if (v.format == format && v.tokens >= p.tokens && (chosen == nullptr || v.tokens < chosen->tokens)) chosen = &v;
   }
-  if (chosen == nullptr || p.k % 32 != 0) return -1;
+  if (chosen == nullptr || p.k % kBlockK != 0) return -1;
   const int groups = p.row_groups * p.k_groups;
-  if (groups < 1 || groups > kWgMaxGroups) return -3;
+  if (groups < 1 || groups > kWgMaxGroups || p.k_groups == 3) return -3;
   if (p.cluster < 1 || p.cluster > 8 || blocks * p.row_groups * kWgRows < p.rows) return -4;
   if (p.depth < 1 || p.depth > kWgMaxDepth || p.x_depth < 2 || p.x_depth > kWgMaxDepth) return -2;
   const int stages = (p.k + kStageK - 1) / kStageK, participants = p.cluster * p.k_groups;
@@ -82,10 +102,9 @@ inline int launch_wgmma(WgmmaParams& p, Format format, int blocks, int early_sta
   p.scale_copy = scale_pitch % 16 == 0 ? 16 : scale_pitch % 8 == 0 ? 8 : 4;
   if (scale_pitch % p.scale_copy != 0) return -1;
   p.constant_weights = early_start == 2;
-  const int shared = wgmma_layout(p, format, chosen->tokens);
+  const int shared = wgmma_layout(p, format, chosen->tokens, most_shared);
   if (shared > most_shared) return -2;
-  if (!encode_map(&p.codes_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, p.codes, p.k / 2, p.rows, kLine, kWgRows) ||
-      !encode_map(&p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, p.x, p.k, p.tokens, kBlockK, chosen->tokens)) {
+  if (!encode_codes(p) || !encode_x(p, chosen->tokens)) {
     return -6;
   }
   cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
@@ -93,7 +112,7 @@ inline int launch_wgmma(WgmmaParams& p, Format format, int blocks, int early_sta
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.cluster, blocks);
-  config.blockDim = dim3(groups * kWgThreads + kFetchThreads);
+  config.blockDim = dim3(groups * (kWgThreads + 32) + 32);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attributes[2];

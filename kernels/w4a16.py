@@ -4,8 +4,8 @@
 uint8 (low nibble = even k) and block scales [N, K/group] bytes (E4M3 for NVFP4, E8M0 for MXFP4) exactly as a checkpoint
 stores them: there is no repacked copy for a validator to trust. Sums are FP32 in a fixed order: a repeated call gives
 the same bits; the global scale is applied in FP32 at the end. NaN and infinity in x, and NaN block scales, reach the
-outputs that depend on them. x may span 2^28 within a token without any loss, and loses 2^-39 of its largest element
-beyond that; MXFP4 block scales from 2^-100 to 2^100 are exact.
+outputs that depend on them. The kernels for few tokens scale x to halves: it may span 2^28 within a token without any
+loss, and loses 2^-39 of its largest element beyond that. MXFP4 block scales from 2^-100 to 2^100 are exact.
 
 The kernel is csrc/w4a16*.cu*; w4a16_configs.py says which configuration runs; w4a16_library.py builds and loads it.
 Where there is no nvcc, kernels/triton/w4a16.py computes the dense product.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 from requant.kernels import w4a16_configs as configs
 from requant.kernels import w4a16_library as lib
 from requant.kernels.formats import NumberFormat
+from requant.kernels.w4a16_wgmma_configs import WgmmaConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +90,7 @@ def w4a16_matmul(
     *,
     fmt: NumberFormat,
     out: Tensor | None = None,
-    config: configs.Config | None = None,
+    config: configs.Config | WgmmaConfig | None = None,
     constant_weights: bool = False,
     path: Path = "auto",
 ) -> Tensor:
@@ -243,7 +244,7 @@ def _call(
     fmt: NumberFormat,
     n: int,
     k: int,
-    chosen: configs.Config,
+    chosen: configs.Config | WgmmaConfig,
 ) -> lib.Call:
     import torch
 
@@ -253,8 +254,8 @@ def _call(
     call.format, call.alignment = FORMATS[fmt], configs.alignment(fmt, k)
     call.rows, call.k = n, k
     call.output_is_float = int(out.dtype == torch.float32)
-    for name in ("row_tiles", "depth", "column_warps", "row_warps", "cluster", "x_stages", "blocks"):
-        setattr(call, name, getattr(chosen, name))
+    for name, value in chosen.launch_fields().items():
+        setattr(call, name, value)
     return call
 
 

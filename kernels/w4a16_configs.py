@@ -7,9 +7,10 @@ blocks as row groups, K split among warps first, and never more shared memory th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
+from requant.kernels import w4a16_wgmma_configs as wgmma
 from requant.kernels.formats import NumberFormat
 
 __all__ = ["MAX_TOKENS", "WIDTHS", "Config", "alignment", "choose", "choose_grouped", "shared_bytes", "width_for"]
@@ -44,6 +45,10 @@ class Config:
     x_stages: int = 0
     row_tiles: int = 1
     depth: int = DEPTH
+
+    def launch_fields(self) -> dict[str, int]:
+        """Fields of RequantCall (csrc/w4a16.cu)."""
+        return asdict(self)
 
 
 def alignment(fmt: NumberFormat, k: int) -> int:
@@ -99,8 +104,10 @@ def row_groups(n: int, config_rows: int) -> int:
 
 def choose(
     fmt: NumberFormat, tokens: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
-) -> Config:
-    """The configuration for a dense layer with `tokens` <= 64 tokens."""
+) -> Config | wgmma.WgmmaConfig:
+    """The configuration for a dense layer with `tokens` <= 64 tokens, and with its type the kernel."""
+    if wgmma.applies(fmt, tokens, k, capability):
+        return wgmma.choose(fmt, tokens, n, k, processors=processors)
     width = width_for(tokens)
     if fmt is NumberFormat.NVFP4 and capability == (9, 0):
         measured = H200_DENSE.get((n, k), {}).get(width)

@@ -105,6 +105,8 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
     for n, k in SHAPES:
         for tokens in (1, 2, 3, 8, 16, 33, 64):
             c = configs.choose(fmt, tokens, n, k, capability=capability)
+            if not isinstance(c, configs.Config):
+                continue  # test_w4a16_wgmma.py
             width = configs.width_for(tokens)
             assert configs.shared_bytes(fmt, k, width, c) <= limit, (n, k, tokens, c)
             assert c.column_warps * c.row_warps in range(2, 17)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from requant.kernels import w4a16
 from requant.kernels import w4a16_configs as configs
+from requant.kernels import w4a16_wgmma_configs as wgmma
 from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, NumberFormat
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,36 @@ def test_every_width_and_alignment_is_within_the_bound_and_repeats_its_bits(fmt,
                 assert torch.equal(y, again)
                 exact = x.double() @ w.T * 0.37
                 assert_within_bound(y, exact, x.double().abs() @ w.abs().T * 0.37)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_wgmma_divides_the_work_in_any_way_and_converts_every_scale(fmt):
+    """SM90: rows and K that no tile divides, scales that need the slow conversion, NaN that stays in its row."""
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is of SM90 alone")
+    torch.manual_seed(5)
+    for n, k in [(100, 2944), (71, 1280), (256, 4096)]:
+        codes, scales = random_weight(fmt, n, k)
+        codes |= 0x11  # no zero codes
+        if fmt is NumberFormat.NVFP4:
+            scales |= (torch.rand(scales.shape, device="cuda") < 0.1).to(torch.uint8) * 128  # negative
+            scales[(scales & 127) == 127] = 126
+        w = dequantize(fmt, codes, scales)
+        for m in (9, 16, 31, 64):
+            x = random_x(m, k)
+            exact, magnitude = x.double() @ w.T, x.double().abs() @ w.abs().T
+            for row_groups, k_groups, cluster in [(1, 1, 1), (2, 2, 1), (1, 4, 2), (3, 1, 3), (1, 2, 8)]:
+                config = wgmma.WgmmaConfig(row_groups, k_groups, -(-n // (64 * row_groups)), cluster, 2, 2)
+                y = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=fmt, config=config)
+                assert_within_bound(y, exact, magnitude)
+                broken = scales.clone()
+                broken[5, 7] = 0x7F if fmt is NumberFormat.NVFP4 else 0xFF
+                broken = w4a16.w4a16_matmul(x, codes, broken, 1.0, fmt=fmt, config=config)
+                assert broken[:, 5].isnan().all()
+                keep = [r for r in range(n) if r != 5]
+                assert torch.equal(broken[:, keep], y[:, keep])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

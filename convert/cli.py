@@ -25,6 +25,7 @@ from requant.convert.cli_stages import (
     judge_job,
     judge_output,
     publish_output,
+    random_checkpoint,
     report_verdict,
     run_conversion,
     stage_bar,
@@ -465,23 +466,49 @@ def diff(
 
 @app.command()
 def init(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint folder, or owner/name on the Hub.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint folder, or owner/name on the Hub; see --random.")
+    ],
+    folder: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="With --random: the folder to write.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the manifest here.")] = None,
+    random: Annotated[
+        bool,
+        typer.Option(
+            "--random", help="Write a checkpoint of random weights: SOURCE is a config.json or a built-in name."
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option("--layers", help="With --random: only the first so many layers.")
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--as", help="With --random: bf16 or mxfp4. Default: as the family's producer ships it."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="With --random: the same seed gives the same bytes.")] = 0,
+    shard_size: Annotated[str, typer.Option("--shard-size", help="With --random: largest shard.")] = "5GB",
+    quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Write a manifest for a checkpoint, from its headers."""
+    """Write a manifest for a checkpoint, from its headers; or, with --random, a checkpoint of random weights."""
+    _log_to(verbose, None)
+    if random:
+        if folder is None:
+            raise UsageError("--random needs the folder to write", hint=f"requant init --random {source} OUT")
+        return random_checkpoint(source, folder, layers, form, seed, shard_size, quiet)
+    if folder is not None:
+        raise UsageError("OUT goes with --random", where=str(folder), hint="the manifest goes to -o FILE")
     from requant.convert.initial import initial_manifest
 
-    _log_to(verbose, None)
     text = initial_manifest(source)
     if output is None:
         typer.echo(text, nl=False)
-        return
+        return None
     if output.exists():
         raise UsageError("exists already", where=str(output), hint="choose another name for the manifest")
     with written(output):
         output.write_text(text)
     typer.echo(f"wrote {output}; next: requant plan {output}")
+    return None
 
 
 @app.command()

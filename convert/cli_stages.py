@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from requant.manifests.errors import EnvironmentFault, NotSignedOffError
+from requant.manifests.errors import EnvironmentFault, NotSignedOffError, UsageError
 
 if TYPE_CHECKING:
     from requant.convert.execute import RunResult
@@ -38,6 +38,7 @@ __all__ = [
     "judge_job",
     "judge_output",
     "publish_output",
+    "random_checkpoint",
     "report_verdict",
     "run_conversion",
     "stage_bar",
@@ -268,3 +269,24 @@ def publish_output(
     if form is not None:
         emit(done.to_json(), form, done.text)
     return done.url
+
+
+def random_checkpoint(
+    source: str, folder: Path, layers: int | None, form: str | None, seed: int, shard_size: str, quiet: bool
+) -> None:
+    """`requant init --random`: the options as they were typed."""
+    from requant.convert.synthetic import config_of
+    from requant.convert.synthetic_write import synthetic_bytes, write_synthetic
+    from requant.manifests.sizes import parse_size
+
+    try:
+        largest = parse_size(shard_size)
+    except ValueError as error:
+        raise UsageError(str(error), where="--shard-size") from error
+    config, chosen = config_of(source, layers, form)
+    total = synthetic_bytes(config, chosen)
+    with ByteBar(total, "random weights", quiet) as progress:
+        names = write_synthetic(folder, config, chosen, seed=seed, shard_size=largest, progress=progress)
+    typer.echo(
+        f"wrote {folder}: {total / 1e9:.2f} GB in {len(names)} shards, {chosen}, random; next: requant init {folder}"
+    )

@@ -104,7 +104,20 @@ class SpeedGate(Gate):
     concurrency: tuple[Count, ...] = Field(default=(1, 8, 16), description="Streams that decode at a time.")
     requests: tuple[Count, ...] = Field(default=(8, 32, 48), description="Requests to serve at each of them.")
     baseline: Literal["source", "bf16"] = Field(default="source", description="What the speed is compared with.")
-    min_speedup: Positive | None = Field(default=None, description="Least speed, as a multiple of the baseline's.")
+    prompt_tokens: Count = Field(default=512, description="Tokens of each prompt; they are random.")
+    output_tokens: Annotated[int, Strict(), Field(ge=2)] = Field(
+        default=128, description="Tokens that each request decodes."
+    )
+    min_speedup: Positive | None = Field(
+        default=None, description="Least speed of decoding, as a multiple of the baseline's, at every concurrency."
+    )
+    min_tokens_per_s: Positive | None = Field(
+        default=None, description="Least tokens per second of one stream, at the first concurrency."
+    )
+    min_roofline: Annotated[float, Strict(), Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Least part of a step's bandwidth roofline, at the first concurrency; needs a GPU.",
+    )
 
     @model_validator(mode="after")
     def _points(self) -> Self:

@@ -4,7 +4,7 @@ Every distinct (format, N, K, experts, top-k) as a runtime multiplies it (fp4_we
 checkpoint itself, at each number of tokens: time, bytes, GB/s, fraction of the card's own read ceiling and of the
 roofline's floor, against BF16 torch.matmul and against the source's format (the same codes under E8M0 scales, through
 the same kernel). speed_gpu.py measures; without a GPU the CPU path is timed instead, which gives right numbers and says
-nothing about decoding, and a gate that asks for a GPU is `not run`.
+nothing about decoding, and a gate that asks for a GPU is `not run`. The model as a whole: decode_speed.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 from requant.kernels.availability import KernelUnavailableError
@@ -33,6 +33,7 @@ from requant.validate.roofline import Ceilings, work_of
 
 if TYPE_CHECKING:
     from requant.kernels.w4a4_operands import Fp4Tensor
+    from requant.validate.decode_speed import Measured
 
 __all__ = ["STAGE", "TOKENS", "Bench", "Point", "bench_kernels", "check_speed"]
 
@@ -161,11 +162,13 @@ def bench_kernels(
     return Bench(device_name, on_gpu, why, ceilings, tuple(points), time.perf_counter() - started, _versions())
 
 
-def check_speed(output: FilePath, gate: SpeedGate, *, progress: Progress | None = None) -> StageResult:
-    """The kernel part of the gate: the kernels timed on the checkpoint's shapes at the gate's concurrencies.
+def check_speed(
+    output: FilePath, gate: SpeedGate, *, source: FilePath | None = None, progress: Progress | None = None
+) -> StageResult:
+    """The gate: the kernels on the checkpoint's shapes, then the model as it decodes (decode_speed.py), and its bounds.
 
-    Wrong outputs fail it. Right ones do not pass it: the gate speaks of the model's tokens per second, which are not
-    measured here, so it stays `not run`, with the kernels' times in its data.
+    Wrong outputs fail it, whatever the speed. Where the model cannot run (no transformers, no such class, no memory) it
+    is `not run` with that reason, and the kernels' times are kept.
     """
     started = time.perf_counter()
     if gate.device != "cpu" and not _has_gpu():
@@ -175,7 +178,7 @@ def check_speed(output: FilePath, gate: SpeedGate, *, progress: Progress | None 
         bench = bench_kernels(output, tokens=gate.concurrency, device=device, progress=progress)
     except (SourceError, KernelUnavailableError) as error:
         return StageResult(STAGE, Status.NOT_RUN, f"the kernels cannot be timed: {error}", device="")
-    findings = tuple(
+    findings = [
         Finding(
             "beyond-bound",
             "error",
@@ -183,15 +186,110 @@ def check_speed(output: FilePath, gate: SpeedGate, *, progress: Progress | None 
             where=point.layer,
         )
         for point in bench.wrong
-    )
-    ratios = [r for p in bench.points if (r := p.against_mxfp4 if gate.baseline == "source" else p.against_bf16)]
-    mean = f"{statistics.geometric_mean(ratios):.2f} times the speed of {gate.baseline}" if ratios else "no baseline"
-    reason = f"the kernels ran ({len(bench.points)} points, {mean}); the model's tokens per second were not measured"
-    status = Status.FAILED if findings else Status.NOT_RUN
-    if findings:
-        reason = f"{len(findings)} of {len(bench.points)} timed outputs are wrong"
+    ]
     data: dict[str, JSON] = {"kernels": bench.to_json()}
-    return StageResult(STAGE, status, reason, findings, data, bench.device, time.perf_counter() - started)
+
+    def result(status: Status, reason: str) -> StageResult:
+        seconds = time.perf_counter() - started
+        return StageResult(STAGE, status, reason, tuple(findings), data, bench.device, seconds)
+
+    if findings:
+        return result(Status.FAILED, f"{len(findings)} of {len(bench.points)} timed outputs are wrong")
+    missing = _model_part(output, source, gate, bench, data, findings, progress)
+    if missing:
+        ratios = [r for p in bench.points if (r := p.against_mxfp4 if gate.baseline == "source" else p.against_bf16)]
+        mean = (
+            f"{statistics.geometric_mean(ratios):.2f} times the speed of {gate.baseline}" if ratios else "no baseline"
+        )
+        kernels = f"the kernels ran ({len(bench.points)} points, {mean})"
+        return result(Status.NOT_RUN, f"{kernels}; the model's tokens per second were not measured: {missing}")
+    wrong = [finding for finding in findings if finding.severity == "error"]
+    return result(Status.FAILED if wrong else Status.PASSED, wrong[0].message if wrong else _reason(data, gate))
+
+
+def _model_part(
+    output: FilePath,
+    source: FilePath | None,
+    gate: SpeedGate,
+    bench: Bench,
+    data: dict[str, JSON],
+    findings: list[Finding],
+    progress: Progress | None,
+) -> str:
+    """Measure the model and judge it; what it gave goes to data and findings. Why it could not be measured, or ""."""
+    import torch
+    from requant.kernels.empty_model import ModelUnavailableError
+    from requant.validate.decode_speed import measure_model
+
+    try:
+        measured = measure_model(
+            output,
+            source,
+            gate,
+            read_gbps=None if bench.ceilings is None else bench.ceilings.read_gbps,
+            device="cuda" if bench.on_gpu else "cpu",
+            progress=progress or (lambda _done, _all: None),
+        )
+    except ModelUnavailableError as error:
+        return str(error)
+    except torch.OutOfMemoryError:
+        return "the GPU has too little memory for one stream"
+    data.update(measured.data)
+    findings += measured.findings
+    return _judge(measured, gate, data, findings)
+
+
+def _judge(measured: Measured, gate: SpeedGate, data: dict[str, JSON], findings: list[Finding]) -> str:
+    """Findings for every bound that is not kept; what a bound needs and was not measured, or ""."""
+    first = measured.runs["converted"][0]
+    for key in ("breakdown", "bottleneck"):
+        if key in first:
+            data[key] = first[key]
+    speedups = measured.speedups(gate.baseline)
+    data["speedups"] = {baseline: _by_concurrency(measured, baseline) for baseline in ("source", "bf16")}
+    if gate.min_speedup is not None:
+        if not speedups:
+            return f"min_speedup needs {gate.baseline}: {measured.missing.get(gate.baseline, 'not measured here')}"
+        for streams, ratio in speedups.items():
+            if ratio < gate.min_speedup:
+                message = (
+                    f"at {streams} streams {ratio:.3f} times the speed of {gate.baseline}, under {gate.min_speedup:g}"
+                )
+                findings.append(Finding("too-slow", "error", message, hint="min_speedup"))
+    for key, bound, name in (
+        ("stream_tokens_per_s", gate.min_tokens_per_s, "min_tokens_per_s"),
+        ("of_roofline", gate.min_roofline, "min_roofline"),
+    ):
+        value = first.get(key)
+        if bound is None:
+            continue
+        if not isinstance(value, int | float):
+            return f"{name} needs a GPU"
+        if value < bound:
+            message = f"{key} is {value:g} at {first['concurrency']} streams, under {bound:g}"
+            findings.append(Finding("too-slow", "error", message, hint=name))
+    return ""
+
+
+def _by_concurrency(measured: Measured, baseline: str) -> dict[str, JSON]:
+    return {str(streams): round(ratio, 4) for streams, ratio in measured.speedups(baseline).items()}
+
+
+def _reason(data: dict[str, JSON], gate: SpeedGate) -> str:
+    """Tokens per second at each concurrency, and against the baseline where it was measured."""
+    runs = cast("list[dict[str, JSON]]", data["runs"])
+    points = cast("list[dict[str, JSON]]", runs[0]["points"])
+    ratios = cast("dict[str, dict[str, float]]", data["speedups"])[gate.baseline]
+    told: list[str] = []
+    for point in points:
+        streams = str(point["concurrency"])
+        against = f" ({ratios[streams]:.2f}x {gate.baseline})" if streams in ratios else ""
+        told.append(f"{point['decode_tokens_per_s']} tokens/s at {streams}{against}")
+    roofline = points[0].get("of_roofline")
+    part = (
+        f"; {100 * roofline:.0f}% of the roofline at {points[0]['concurrency']}" if isinstance(roofline, float) else ""
+    )
+    return f"decodes {', '.join(told)}{part}"
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

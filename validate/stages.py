@@ -69,7 +69,7 @@ def validate_output(
                 results.append(_kernels(output, manifest, activations, progress))
         elif name == "speed" and manifest.validation.speed is not None:
             with bar("speed, points") as progress:
-                results.append(_speed(output, manifest.validation.speed, progress))
+                results.append(_speed(output, source, manifest.validation.speed, progress))
         elif name == "serving" and manifest.validation.serving is not None:
             with bar("serving, concurrencies") as progress:
                 results.append(_serving(output, manifest.validation.serving, progress))
@@ -114,10 +114,10 @@ def _kernels(
     return check_kernels(output, manifest.validation.kernels, activations=activations, progress=progress)
 
 
-def _speed(output: Path, gate: SpeedGate, progress: Callable[[int, int], None]) -> StageResult:
+def _speed(output: Path, source: Path, gate: SpeedGate, progress: Callable[[int, int], None]) -> StageResult:
     from requant.validate.speed import check_speed
 
-    return check_speed(output, gate, progress=progress)
+    return check_speed(output, gate, source=source, progress=progress)
 
 
 def _serving(output: Path, gate: ServingGate, progress: Callable[[int, int], None]) -> StageResult:

@@ -164,10 +164,17 @@ def test_without_a_gpu_the_speed_gate_is_not_run(no_gpu):
     )
 
 
-def test_the_kernel_part_alone_never_passes_the_gate(no_gpu):
+def test_the_kernel_part_alone_never_passes_the_gate(no_gpu, monkeypatch):
+    from requant.kernels.empty_model import ModelUnavailableError
+    from requant.validate import decode_speed
+
+    def no_transformers(*_, **__):
+        raise ModelUnavailableError("transformers is not installed: pip install 'requant[eval]'")
+
+    monkeypatch.setattr(decode_speed, "load_decoder", no_transformers)
     result = check_speed(LLAMA, SpeedGate(device="cpu", concurrency=(1, 2), requests=(1, 2), baseline="bf16"))
     assert result.status is Status.NOT_RUN
-    assert "tokens per second were not measured" in result.reason
+    assert "tokens per second were not measured: transformers is not installed" in result.reason
     assert len(result.data["kernels"]["points"]) == 8
 
 

@@ -1,0 +1,118 @@
+"""The fused kernels against the plain glue: `cpu` in FP32 under Triton's interpreter, `cuda` in BF16.
+
+Run by test_decode.py in a Python of its own (the interpreter is chosen by the environment before Triton is imported).
+Prints name and largest error of each, as a part of the largest number.
+"""
+
+import sys
+
+import torch
+from requant.kernels.formats import NumberFormat
+from requant.kernels.triton import bf16
+from requant.validate.decode_fused import FusedGlue
+from requant.validate.decode_glue import Added, PlainGlue
+from requant.validate.decode_model import Attention, Gate, Matrix, Router
+
+DEVICE = sys.argv[1]
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+torch.set_default_device(DEVICE)
+PDL = DEVICE != "cpu"
+LAUNCH = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": False}
+FUSED, PLAIN = FusedGlue(pdl=PDL, device=DEVICE), PlainGlue()
+TOKENS, WIDTH, EXPERTS, SLOTS = 3, 96, 5, 2
+
+
+def say(name, ours, exact):
+    worst = max(
+        float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(ours, exact, strict=True)
+    )
+    print(name, worst)
+
+
+def randn(*shape):
+    """What the model holds in BF16 on a GPU."""
+    return torch.randn(shape).to(DTYPE)
+
+
+def norms():
+    h, norm = torch.randn(TOKENS, WIDTH), randn(WIDTH)
+    y, weights = randn(TOKENS, SLOTS, WIDTH), torch.rand(TOKENS, SLOTS)
+    ids, bias = torch.randint(0, EXPERTS, (TOKENS, SLOTS)).int(), randn(EXPERTS, WIDTH)
+    one = y[:, :1].contiguous()
+    for added in (None, Added(y, weights, ids, bias), Added(y, weights, ids), Added(one, bias=bias[0]), Added(one)):
+        say("add_norm", FUSED.add_norm(h, added, norm, 1e-5), PLAIN.add_norm(h, added, norm, 1e-5))
+    for tokens, top_k, normalize in ((3, 3, True), (3, 2, False), (7, 4, True), (16, 4, True)):
+        h, y = torch.randn(tokens, WIDTH), randn(tokens, 1, WIDTH)
+        biased = tokens != 7
+        added = Added(y, bias=bias[0] if biased else None)
+        router = Router(randn(EXPERTS, WIDTH), top_k, randn(EXPERTS) if biased else None, normalize)
+        exact = PLAIN.choose(h, added, norm, 1e-5, router, None, route=False)
+        ours = FUSED.choose(h, added, norm, 1e-5, router, None, route=True)
+        say("choose", [ours.h, ours.x, ours.ids, ours.weights], [exact.h, exact.x, exact.ids, exact.weights])
+        assert ours.routing.data.tolist()[:2] == routed(exact.ids)[:2]
+        filled = [at for at, value in enumerate(routed(exact.ids)) if value is not None]
+        assert [ours.routing.data.tolist()[at] for at in filled] == [routed(exact.ids)[at] for at in filled]
+        again = FUSED.choose(h, added, norm, 1e-5, router, torch.zeros_like(ours.ids), route=False)
+        say("choose", [again.ids], [exact.ids])
+
+
+def routed(ids):
+    """The list that csrc/w4a16.cu describes; None where it says nothing."""
+    slots, per_token = ids.numel(), ids.shape[1]
+    tiles = min(slots, EXPERTS + slots // 16)
+    order = sorted(range(slots), key=lambda slot: int(ids.flatten()[slot]))
+    found = []
+    for expert in range(EXPERTS):
+        mine = [at for at, slot in enumerate(order) if int(ids.flatten()[slot]) == expert]
+        found += [[expert, mine[i], min(16, len(mine) - i), 0] for i in range(0, len(mine), 16)]
+    listed = [number for tile in found for number in tile] + [None] * (4 * (tiles - len(found)))
+    return [len(found), slots, None, None, *listed, *order, *(slot // per_token for slot in order)]
+
+
+def gates():
+    ids = torch.randint(0, EXPERTS, (TOKENS, SLOTS)).int()
+    both = randn(TOKENS, SLOTS, 160) * 4
+    for gate, bias in ((Gate(True, 7.0, 1.702), randn(EXPERTS, 160)), (Gate(), None)):
+        say("gate", [FUSED.gate(both, gate, ids, bias)], [PLAIN.gate(both, gate, ids, bias)])
+
+
+def attention():
+    none = Matrix(NumberFormat.BF16, 0, torch.zeros(1, 1))
+    for heads, kv, dim, window, family in ((8, 1, 32, 0, "gpt-oss"), (6, 2, 32, 16, "qwen3"), (9, 3, 64, 0, "llama")):
+        some = {"qkv_bias": randn((heads + 2 * kv) * dim), "sinks": randn(heads)} if family == "gpt-oss" else {}
+        if family == "qwen3":
+            some = {"q_norm": randn(dim), "k_norm": randn(dim)}
+        a = Attention(heads, kv, dim, dim**-0.5, none, none, window=window, **some)
+        caches = [randn(TOKENS, kv, 200, dim) for _ in range(2)]
+        theirs = [cache.clone() for cache in caches]
+        positions, angles = torch.tensor([0, 77, 199]).int(), torch.randn(200, dim // 2)
+        qkv, tables = randn(TOKENS, (heads + 2 * kv) * dim), (angles.cos(), angles.sin())
+        ours = FUSED.attend(qkv, a, tuple(caches), positions, tables, 1e-5)
+        exact = PLAIN.attend(qkv, a, tuple(theirs), positions, tables, 1e-5)
+        say(f"attend {family}", [ours, *caches], [exact, *theirs])
+
+
+def products():
+    x, w = randn(5, 100), randn(33, 100)
+    y = torch.full((5, 33), torch.nan, dtype=DTYPE)
+    bf16.skinny[(3, 1)](x, w, y, 5, 33, 100, BLOCK_N=16, BLOCK_K=32, BLOCK_M=16, EVEN=False, STAGES=2, **LAUNCH)
+    say("skinny", [y], [x @ w.T])
+    bf16.vector[(9,)](x, w, y, 33, K=100, BLOCK_N=4, BLOCK_K=64, **LAUNCH)
+    say("vector", [y[:1]], [x[:1] @ w.T])
+    stack, ids = randn(4, 33, 100), torch.randint(0, 4, (20, 2)).int()
+    for per_slot in (False, True):
+        x = randn(20, 2, 100) if per_slot else randn(20, 100)
+        y = torch.full((20, 2, 33), torch.nan, dtype=DTYPE)
+        bf16.grouped[(3, 4)](
+            x, stack, ids, y, 40, 33, 100, TOP_K=2, PER_SLOT=per_slot, SLOTS=64, BLOCK_N=16, BLOCK_K=32, STAGES=2,
+            **LAUNCH,
+        )  # fmt: skip
+        rows = x if per_slot else x[:, None].expand(20, 2, 100)
+        say("grouped", [y], [torch.einsum("tjk,tjnk->tjn", rows, stack[ids.long()])])
+
+
+torch.manual_seed(0)
+norms()
+gates()
+attention()
+products()

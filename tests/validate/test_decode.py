@@ -1,0 +1,285 @@
+"""The decode engine without a GPU: fused kernels in Triton's interpreter, bytes of a step, kernels by kind, memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from requant.kernels.formats import NumberFormat
+from requant.kernels.w4a4_operands import Fp4Tensor
+from requant.manifests.gates import SpeedGate
+from requant.validate import decode_speed
+from requant.validate.decode_engine import Engine
+from requant.validate.decode_load import as_bf16, decoded
+from requant.validate.decode_model import Attention, Decoder, Gate, Layer, Matrix, Mlp, Moe, Router
+from requant.validate.decode_products import Products
+from requant.validate.decode_profile import Kernel, breakdown, kind_of
+from requant.validate.decode_speed import bottleneck, step_bytes
+
+PROGRAM = Path(__file__).with_name("decode_fused_program.py")
+BF16 = NumberFormat.BF16
+HIDDEN, INNER, EXPERTS, VOCABULARY = 32, 48, 4, 50
+
+
+@pytest.mark.parametrize(
+    ("device", "bound"),
+    [("cpu", 2e-6), pytest.param("cuda", 2**-6, marks=pytest.mark.gpu)],
+)
+def test_the_fused_kernels_compute_what_the_plain_glue_computes(device, bound):
+    """On a CPU in FP32: the interpreter has no BF16 products."""
+    run = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM), device],
+        env={**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    errors = [(name, float(error)) for name, error in (line.rsplit(" ", 1) for line in run.stdout.splitlines())]
+    kinds = {name.split()[0] for name, _ in errors}
+    assert kinds == {"add_norm", "choose", "gate", "attend", "skinny", "vector", "grouped"}
+    assert len(errors) == 22
+    assert all(error < bound for _, error in errors), errors
+
+
+def matrix(rng, *shape):
+    return Matrix(BF16, 2 * torch.Size(shape).numel(), torch.randn(shape, generator=rng) / shape[-1] ** 0.5)
+
+
+def decoder(layers=2, window=0):
+    """A mixture of experts and a dense layer in turn, FP32."""
+    rng = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(layers):
+        attention = Attention(4, 2, 8, 8**-0.5, matrix(rng, 64, HIDDEN), matrix(rng, HIDDEN, 32), window=window)
+        if index % 2:
+            mlp = Mlp(matrix(rng, 2 * INNER, HIDDEN), matrix(rng, HIDDEN, INNER), Gate())
+        else:
+            router = Router(torch.randn((EXPERTS, HIDDEN), generator=rng), 2)
+            mlp = Moe(router, matrix(rng, EXPERTS, 2 * INNER, HIDDEN), matrix(rng, EXPERTS, HIDDEN, INNER), Gate())
+        made.append(Layer(torch.ones(HIDDEN), attention, torch.ones(HIDDEN), mlp))
+    angles = torch.arange(64)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    embedding = torch.randn((VOCABULARY, HIDDEN), generator=rng)
+    head = matrix(rng, VOCABULARY, HIDDEN)
+    return Decoder("Toy", embedding, tuple(made), torch.ones(HIDDEN), 1e-6, head, angles.cos(), angles.sin())
+
+
+def test_streams_do_not_see_each_other_and_a_step_continues_a_prefill():
+    model = decoder(window=5)
+    prompts = [torch.arange(3, 12), torch.arange(20, 33)]
+    together = Engine(model, 2, 40, Products(model)).tokens(prompts, 10, eager=True)
+    for prompt, tokens in zip(prompts, together, strict=True):
+        alone = Engine(model, 1, 40, Products(model))
+        assert alone.tokens([prompt], 10, eager=True) == [tokens]
+        for done in (3, 7):  # what was decoded, as part of the prompt
+            longer = torch.cat([prompt, torch.tensor(tokens[:done])])
+            assert alone.tokens([longer], 10 - done, eager=True) == [tokens[done:]]
+
+
+def test_a_wave_counts_its_steps_and_tokens():
+    wave = Engine(decoder(), 2, 40, Products(decoder())).wave([torch.arange(9), torch.arange(9)], 5)
+    assert (wave.tokens, len(wave.step_us), len(wave.prefill_ms)) == (10, 4, 2)
+    assert wave.first_ms[1] == pytest.approx(sum(wave.prefill_ms), rel=1e-6)
+    assert wave.seconds * 1e3 > wave.first_ms[1] + sum(wave.step_us) / 1e3 * 0.99
+
+
+def test_bytes_of_a_step_count_touched_experts_and_seen_keys():
+    model = decoder(window=5)
+    dense = 2 * 2 * (64 * HIDDEN + HIDDEN * 32) + 2 * VOCABULARY * HIDDEN + 2 * 3 * HIDDEN * INNER
+    one_expert = 2 * 3 * HIDDEN * INNER
+    small = 4 * (5 * HIDDEN + EXPERTS * HIDDEN)
+    keys = 4 * 2 * 2 * 5 * 2 * 8  # FP32, two layers, k and v, a window of 5, two KV heads of 8
+    row = 4 * HIDDEN
+    assert step_bytes(model, 1, 2.0, 30) == dense + 2 * one_expert + small + keys + row
+    assert step_bytes(model, 3, 3.5, 30) == dense + 3.5 * one_expert + small + 3 * (keys + row)
+    assert step_bytes(model, 1, 2.0, 3) == dense + 2 * one_expert + small + 3 * keys / 5 + row
+
+
+def test_fp4_counts_as_stored_and_bf16_as_what_it_becomes():
+    codes = torch.randint(0, 256, (EXPERTS, 8, 16), dtype=torch.uint8)
+    scales = torch.full((EXPERTS, 8, 2), 0x38, dtype=torch.uint8)
+    scales[1] = 0x40
+    packed = Fp4Tensor(NumberFormat.NVFP4, codes, scales, torch.tensor([1.0, 0.5, 2.0, 4.0]))
+    plain = as_bf16(Matrix(NumberFormat.NVFP4, codes.numel() + scales.numel() + 16, packed=packed))
+    assert (plain.nbytes, plain.stored, plain.experts) == (2 * EXPERTS * 8 * 32, BF16, EXPERTS)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    for expert, scale in ((0, 1.0), (1, 2.0 * 0.5), (3, 4.0)):
+        low = torch.tensor([table[int(c) & 15] for c in codes[expert].flatten()]).view(8, 16) * scale
+        assert torch.equal(plain.plain[expert, :, ::2].float(), low)
+        assert torch.equal(decoded(packed, expert)[:, ::2].float(), low)
+
+
+# --- the breakdown ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "unit"),
+    [
+        (
+            "void requant::w4a16_kernel<(requant::Format)0, 0, 1, 3, (requant::Alignment)1, 512, 1>",
+            "moe",
+            "tensor cores",
+        ),
+        (
+            "void requant::w4a16_kernel<(requant::Format)0, 8, 1, 3, (requant::Alignment)1, 512, 1>",
+            "dense",
+            "tensor cores",
+        ),
+        ("requant::(anonymous namespace)::route_kernel(int const*, int, int)", "moe", "CUDA cores"),
+        ("attend", "attention", "tensor cores"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense", "tensor cores"),
+        ("vector", "dense", "CUDA cores"),
+        ("void gemv2T_kernel_val<int, __nv_bfloat16>", "dense", "CUDA cores"),
+        ("choose", "norm", "CUDA cores"),
+        ("void at::native::reduce_kernel<512, 1, ArgMaxOps>", "other", "CUDA cores"),
+    ],
+)
+def test_a_kernels_kind_follows_from_its_name(name, kind, unit):
+    assert kind_of(name) == (kind, unit)
+
+
+def test_the_breakdown_adds_up_and_the_sentence_names_the_largest_part():
+    kernels = [
+        Kernel("w4a16_kernel<(F)0, 0, 1>", "moe", "tensor cores", 300.0, 48),
+        Kernel("gate", "moe", "CUDA cores", 100.0, 24),
+        Kernel("vector", "dense", "CUDA cores", 350.0, 49),
+    ]
+    parts = breakdown(kernels)
+    assert [(p["kind"], p["us"], p["launches"], p["tensor_cores"]) for p in parts] == [
+        ("moe", 400.0, 72, 0.75),
+        ("dense", 350.0, 49, 0.0),
+    ]
+    point = {"step_us_median": 790.0, "of_roofline": 0.512}
+    assert bottleneck("converted", 1, point, parts) == (
+        "With 1 stream a step of the converted model takes 790 us, 51% of its bandwidth roofline; the experts now hold "
+        "it up: 53% of the kernel time, by kernels on tensor cores."
+    )
+
+
+# --- the measurement, its loader replaced -----------------------------------------------------------------------------
+
+
+def measured(monkeypatch, *, gate=None, **replaced):
+    monkeypatch.setattr(decode_speed, "load_decoder", lambda path, **_: decoder())
+    for name, value in replaced.items():
+        monkeypatch.setattr(decode_speed, name, value)
+    gate = gate or SpeedGate(device="cpu", concurrency=(1, 4), requests=(2, 6), prompt_tokens=6, output_tokens=5)
+    seen = []
+    found = decode_speed.measure_model(
+        Path("o"), Path("s"), gate, read_gbps=None, device="cpu", progress=lambda a, b: seen.append((a, b))
+    )
+    return found, seen
+
+
+def test_each_concurrency_has_its_requests_and_the_source_stands_beside(monkeypatch):
+    found, seen = measured(monkeypatch)
+    assert [run["label"] for run in found.data["runs"]] == ["converted (BF16)", "source (BF16)"]
+    points = found.data["runs"][0]["points"]
+    assert [(p["concurrency"], p["completed"], p["batch"]) for p in points] == [(1, 2, 1), (4, 8, 4)]
+    for p in points:
+        assert p["stream_tokens_per_s"] == pytest.approx(1e6 / p["step_us_median"], rel=1e-2)
+        assert p["decode_tokens_per_s"] == pytest.approx(p["concurrency"] * p["stream_tokens_per_s"], rel=1e-2)
+        assert 0 < p["ttft_ms_median"] <= p["ttft_ms_p95"]
+        assert "of_roofline" not in p
+    assert set(found.speedups("source")) == {1, 4}
+    assert not found.findings
+    assert seen[-1][0] == 8
+
+
+def test_too_little_memory_is_a_smaller_batch_and_said(monkeypatch):
+    class Small(Engine):
+        def capture(self):
+            if self.streams > 2:
+                raise torch.OutOfMemoryError
+
+    found, _ = measured(monkeypatch, Engine=Small)
+    assert [p["batch"] for p in found.runs["converted"]] == [1, 2]
+    assert found.findings[0].message == "4 streams do not fit into the GPU's memory: measured with 2"
+
+
+def test_a_graph_that_decodes_other_tokens_is_an_error(monkeypatch):
+    class Wrong(Engine):
+        def tokens(self, prompts, count, *, eager):
+            right = super().tokens(prompts, count, eager=eager)
+            return right if eager else [row[::-1] for row in right]
+
+    found, _ = measured(monkeypatch, Engine=Wrong)
+    assert {f.rule for f in found.findings if f.severity == "error"} == {"graph-differs"}
+
+
+def test_a_source_that_cannot_run_is_named_and_the_rest_kept(monkeypatch):
+    from requant.kernels.empty_model import ModelUnavailableError
+
+    def load(path, **_):
+        if path.name == "s":
+            raise ModelUnavailableError("x is fp8: the decode engine reads FP4 and BF16")
+        return decoder()
+
+    gate = SpeedGate(device="cpu", concurrency=(1,), requests=(1,), prompt_tokens=4, output_tokens=3)
+    monkeypatch.setattr(decode_speed, "load_decoder", load)
+    found = decode_speed.measure_model(Path("o"), Path("s"), gate, read_gbps=None, device="cpu")
+    assert found.missing == {"source": "x is fp8: the decode engine reads FP4 and BF16"}
+    assert found.data["not_measured"] == found.missing
+    assert found.speedups("source") == {}
+
+
+def test_the_stage_judges_its_bounds(monkeypatch):
+    from requant.validate import speed
+
+    run = [{"concurrency": 1, "stream_tokens_per_s": 600.0, "of_roofline": 0.52, "step_us_median": 1666.0}]
+    slow = [{**run[0], "step_us_median": 3000.0}]
+    found = decode_speed.Measured(runs={"converted": run, "bf16": slow}, missing={"source": "it is FP8"})
+
+    def judged(**bounds):
+        findings = []
+        said = speed._judge(found, SpeedGate(baseline=bounds.pop("baseline", "bf16"), **bounds), {}, findings)
+        return said, [f.message for f in findings]
+
+    assert judged(min_speedup=1.8, min_tokens_per_s=500.0, min_roofline=0.5) == ("", [])
+    assert judged(min_speedup=1.9) == ("", ["at 1 streams 1.801 times the speed of bf16, under 1.9"])
+    assert judged(min_roofline=0.6) == ("", ["of_roofline is 0.52 at 1 streams, under 0.6"])
+    assert judged(min_tokens_per_s=601.0) == ("", ["stream_tokens_per_s is 600 at 1 streams, under 601"])
+    assert judged(baseline="source", min_speedup=1.0) == ("min_speedup needs source: it is FP8", [])
+    del run[0]["of_roofline"]
+    assert judged(min_roofline=0.1) == ("min_roofline needs a GPU", [])
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_fused_step_in_a_graph_decodes_the_plain_steps_tokens(pdl):
+    from dataclasses import fields, is_dataclass, replace
+
+    from requant.validate.decode_engine import make_glue
+    from requant.validate.decode_glue import PlainGlue
+
+    def moved(value):
+        if isinstance(value, torch.Tensor):
+            return value.cuda() if value.shape == (64, 4) else value.cuda().bfloat16()
+        if isinstance(value, tuple):
+            return tuple(moved(v) for v in value)
+        if is_dataclass(value):
+            return replace(value, **{f.name: moved(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+    from requant.validate.decode_step import Cache, State, step
+
+    model = moved(decoder(window=9))
+    products = Products(model, pdl=pdl)
+    logits = []
+    for glue in (make_glue(model, pdl=pdl), PlainGlue()):
+        cache, state = Cache.empty(model, 3, 64), State.new(model, 3)
+        with torch.inference_mode():
+            for _ in range(12):
+                state.tokens.copy_(torch.tensor([1, 2, 3]))
+                last = step(model, cache, state, glue, products)
+        logits.append(last.float())
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].abs().max()
+    engine = Engine(model, 3, 64, products, make_glue(model, pdl=pdl))
+    engine.capture()
+    prompts = [torch.arange(9).cuda() + i for i in range(3)]
+    assert engine.tokens(prompts, 20, eager=True) == engine.tokens(prompts, 20, eager=False)

@@ -1,0 +1,154 @@
+"""C streams that decode together: a static KV cache, and on a GPU one CUDA graph that holds the whole step.
+
+Batching is static: the streams of a wave start together, each prompt is prefilled into its stream in turn, then all
+decode to the same length. That is enough to measure a step and a prefill, and no scheduler hides in the figures.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from requant.validate.decode_glue import Glue, PlainGlue
+from requant.validate.decode_model import Decoder
+from requant.validate.decode_products import Products
+from requant.validate.decode_step import Cache, State, prefill, step
+
+__all__ = ["Engine", "Wave", "make_glue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """What one wave took. prefill_ms: each prompt; first_ms: from the wave's start to each stream's first token;
+    step_us: each step; seconds: all of it; tokens: new ones, of all streams."""
+
+    prefill_ms: tuple[float, ...]
+    first_ms: tuple[float, ...]
+    step_us: tuple[float, ...]
+    seconds: float
+    tokens: int
+
+
+def make_glue(decoder: Decoder, *, pdl: bool | None = None) -> Glue:
+    """Fused Triton kernels on a GPU, plain torch elsewhere. pdl: whether launches may overlap; None: if the GPU can."""
+    if not decoder.embedding.is_cuda:
+        return PlainGlue()
+    from requant.validate.decode_fused import FusedGlue
+
+    return FusedGlue(pdl=_can_overlap() if pdl is None else pdl)
+
+
+def _can_overlap() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+class Engine:
+    """`streams` streams of at most `capacity` tokens each."""
+
+    def __init__(
+        self, decoder: Decoder, streams: int, capacity: int, products: Products, glue: Glue | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.streams = streams
+        self.capacity = capacity
+        self.products = products
+        self.glue = make_glue(decoder) if glue is None else glue
+        self.cache = Cache.empty(decoder, streams, capacity)
+        self.state = State.new(decoder, streams)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps run on a GPU."""
+        return self.decoder.embedding.is_cuda
+
+    def capture(self) -> None:
+        """Record a step as a CUDA graph (nothing on a CPU). Streams start anew afterwards."""
+        if not self.on_gpu:
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with (
+            torch.cuda.stream(side),
+            torch.inference_mode(),
+        ):  # kernels compile and products are tuned outside a capture
+            self._eager()
+            self._eager()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.state.positions.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            self._eager()
+        self._graph = graph
+
+    def step(self, *, eager: bool = False) -> None:
+        """One token more for every stream."""
+        if self._graph is None or eager:
+            with torch.inference_mode():
+                self._eager()
+        else:
+            self._graph.replay()
+
+    def _eager(self) -> None:
+        step(self.decoder, self.cache, self.state, self.glue, self.products)
+
+    def start(self, stream: int, prompt: torch.Tensor) -> None:
+        """Prefill a prompt; its first token becomes the stream's last."""
+        with torch.inference_mode():
+            logits = prefill(self.decoder, self.cache, stream, prompt, self.products)
+            self.state.tokens[stream] = logits.argmax()
+            self.state.positions[stream] = len(prompt)
+
+    def tokens(self, prompts: Sequence[torch.Tensor], count: int, *, eager: bool) -> list[list[int]]:
+        """The `count` greedy tokens of each stream."""
+        for stream, prompt in enumerate(prompts):
+            self.start(stream, prompt)
+        seen = [self.state.tokens.clone()]
+        for _ in range(count - 1):
+            self.step(eager=eager)
+            seen.append(self.state.tokens.clone())
+        return torch.stack(seen, dim=1).tolist()
+
+    def wave(self, prompts: Sequence[torch.Tensor], count: int) -> Wave:
+        """Serve one prompt per stream, `count` new tokens each, and time it."""
+        prefills: list[float] = []
+        firsts: list[float] = []
+        self._wait()
+        begin = before = time.perf_counter()
+        for stream, prompt in enumerate(prompts):
+            self.start(stream, prompt)
+            self._wait()
+            now = time.perf_counter()
+            prefills.append((now - before) * 1e3)
+            firsts.append((now - begin) * 1e3)
+            before = now
+        steps = self._timed_steps(count - 1)
+        seconds = time.perf_counter() - begin
+        return Wave(tuple(prefills), tuple(firsts), tuple(steps), seconds, count * len(prompts))
+
+    def _timed_steps(self, count: int) -> list[float]:
+        """Microseconds of each step: between events on a GPU, which then never waits for the host."""
+        if not self.on_gpu:
+            times: list[float] = []
+            for _ in range(count):
+                begin = time.perf_counter()
+                self.step()
+                times.append((time.perf_counter() - begin) * 1e6)
+            return times
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) * 1e3 for a, b in pairwise(events)]
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()

@@ -1,0 +1,134 @@
+"""The same glue as decode_glue.py, by the fused Triton kernels of kernels/triton/decode.py."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportCallIssue=false
+# A Triton launch takes options that its kernel does not declare.
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from requant.kernels import w4a16
+from requant.kernels.triton import decode
+from requant.kernels.w4a16_library import GROUPED_TILE_TOKENS, routing_ints
+from requant.validate.decode_glue import Added, Chosen
+from requant.validate.decode_model import Attention, Gate, Router
+
+__all__ = ["FusedGlue"]
+
+_DOT: Final = 16
+"""tl.dot's smallest side."""
+_KEYS: Final = 64
+"""Keys of the cache that one pass of the attention loop takes."""
+_GATE_BLOCK: Final = 512
+_ROUTED_HERE: Final = 128
+"""Slots that `choose` sorts by itself, each against each; beyond, route_experts does."""
+_COUNTERS: Final = 4096
+_PROGRAMS: Final = 256
+"""Programs of `attend` to aim at: about two for each multiprocessor of an H200."""
+
+
+class FusedGlue:
+    """For a GPU. pdl: programmatic dependent launch (SM90 and later; not under Triton's interpreter)."""
+
+    def __init__(self, *, pdl: bool, device: str = "cuda") -> None:
+        self._counters = torch.zeros(1 + _COUNTERS, dtype=torch.int32, device=device)
+        self._launch = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+
+    def add_norm(
+        self, h: torch.Tensor, added: Added | None, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Glue."""
+        tokens, width = h.shape
+        out, x = torch.empty_like(h), torch.empty(h.shape, dtype=norm.dtype, device=h.device)
+        made = Added(h) if added is None else added
+        slots = made.y.shape[1] if added is not None else 1
+        decode.add_norm[(tokens,)](
+            h, made.y, _or(made.weights, h), _or(made.ids, h), _or(made.bias, h), norm, out, x, width, eps, SLOTS=slots,
+            WEIGHTED=made.weights is not None, BIAS=made.bias is not None, ADD=added is not None, BLOCK=_up(width),
+            num_warps=16, **self._launch,
+        )  # fmt: skip
+        return out, x
+
+    def choose(
+        self,
+        h: torch.Tensor,
+        added: Added,
+        norm: torch.Tensor,
+        eps: float,
+        router: Router,
+        ids: torch.Tensor | None,
+        *,
+        route: bool,
+    ) -> Chosen:
+        """See Glue."""
+        tokens, width = h.shape
+        experts, top_k = router.weight.shape[0], router.top_k
+        out, x = torch.empty_like(h), torch.empty(h.shape, dtype=norm.dtype, device=h.device)
+        logits = torch.empty((tokens, experts), dtype=torch.float32, device=h.device)
+        weights = torch.empty((tokens, top_k), dtype=torch.float32, device=h.device)
+        chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=h.device) if ids is None else ids
+        slots = tokens * top_k
+        here = route and slots <= _ROUTED_HERE
+        routing = torch.empty(routing_ints(slots, experts), dtype=torch.int32, device=h.device) if here else chosen
+        rows = 1 if tokens * experts <= 2 * _PROGRAMS else 4
+        decode.choose[(tokens, -(-experts // rows))](
+            h, added.y, _or(added.bias, h), norm, router.weight, _or(router.bias, h), out, x, logits, chosen, weights,
+            routing, self._counters, width, eps, tokens, experts, min(slots, experts + slots // GROUPED_TILE_TOKENS),
+            BIAS=added.bias is not None, ROUTER_BIAS=router.bias is not None, NORMALIZE=router.normalize, ROUTE=here,
+            TOP_K=top_k, PLACES=_up(top_k), TOKENS=_up(tokens), EXPERTS=_up(experts), ROWS=rows, BLOCK=_up(width),
+            num_warps=8, **self._launch,
+        )  # fmt: skip
+        made = w4a16.MoeRouting(routing, tokens, top_k, experts) if here else None
+        return Chosen(out, x, chosen, weights, w4a16.route_experts(chosen, experts) if route and not here else made)
+
+    def gate(self, both: torch.Tensor, gate: Gate, ids: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """See Glue."""
+        width = both.shape[-1] // 2
+        out = torch.empty((*both.shape[:-1], width), dtype=both.dtype, device=both.device)
+        decode.gate[(out.numel() // width, -(-width // _GATE_BLOCK))](
+            both, _or(ids, both), _or(bias, both), out, width, gate.limit or 0.0, gate.alpha, BIAS=bias is not None,
+            INTERLEAVED=gate.interleaved, CLAMPED=gate.limit is not None, BLOCK=_GATE_BLOCK, num_warps=4,
+            **self._launch,
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        attention: Attention,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+    ) -> torch.Tensor:
+        """See Glue."""
+        a, tokens = attention, qkv.shape[0]
+        capacity = cache[0].shape[2]
+        longest = capacity if not a.window else min(capacity, a.window)
+        splits = _up(max(1, min(_PROGRAMS // (tokens * a.kv_heads), -(-longest // _KEYS))))
+        part = torch.empty((splits, tokens, a.heads, a.head_dim), dtype=torch.float32, device=qkv.device)
+        state = torch.empty((splits, tokens, a.heads, 2), dtype=torch.float32, device=qkv.device)
+        out = torch.empty((tokens, a.heads * a.head_dim), dtype=qkv.dtype, device=qkv.device)
+        if tokens * a.kv_heads > _COUNTERS:
+            raise ValueError(f"{tokens} streams of {a.kv_heads} KV heads: at most {_COUNTERS} together")
+        decode.attend[(tokens * a.kv_heads, splits)](
+            qkv, _or(a.qkv_bias, qkv), _or(a.q_norm, qkv), _or(a.k_norm, qkv), _or(a.sinks, qkv), *tables, positions,
+            *cache, part, state, out, self._counters[1:], a.scale, eps, capacity, a.window, HEADS=a.heads,
+            KV_HEADS=a.kv_heads, HALF=a.head_dim // 2, GROUP=max(_DOT, _up(a.heads // a.kv_heads)), SPLITS=splits,
+            BIAS=a.qkv_bias is not None, QK_NORM=a.q_norm is not None, SINKS=a.sinks is not None, BLOCK=_KEYS,
+            num_warps=4, **self._launch,
+        )  # fmt: skip
+        return out
+
+
+def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return stand_in if tensor is None else tensor
+
+
+def _up(value: int) -> int:
+    """The next power of two."""
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,159 @@
+"""One decode step of C streams, and the prefill of one prompt, on a `Decoder` and a static KV cache.
+
+A step is a fixed sequence of launches that reads tokens and positions from the GPU and leaves the next ones there: no
+value goes to the host, so one CUDA graph holds all of it (decode_engine.py). For an MoE layer that is eight launches:
+norm with the previous block's output, QKV, attention with cache and rotary embedding, output projection, norm with the
+router's choice, gate_up, SwiGLU, down.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from requant.validate.decode_glue import Added, Glue, PlainGlue, attention_of, rotated, split_heads
+from requant.validate.decode_model import Attention, Decoder, Layer, Moe
+from requant.validate.decode_products import Products
+
+__all__ = ["Cache", "State", "prefill", "step"]
+
+_QUERIES: Final = 256
+"""Queries of a prefill whose attention is computed at a time: bounds the logits' memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cache:
+    """Keys and values of C streams: of each layer (k, v), [C, KV heads, capacity, D]."""
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @classmethod
+    def empty(cls, decoder: Decoder, streams: int, capacity: int) -> Cache:
+        """Zeros in the dtype of the embedding."""
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in decoder.layers:
+            shape = (streams, layer.attention.kv_heads, capacity, layer.attention.head_dim)
+            made.append((decoder.embedding.new_zeros(shape), decoder.embedding.new_zeros(shape)))
+        return cls(tuple(made))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """What a step reads and writes in place. tokens [C] int64: the last of each stream; positions [C] int32: where it
+    stands. routed: of each MoE layer the expert ids of the last step, [C, top_k] int32."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    routed: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def new(cls, decoder: Decoder, streams: int) -> State:
+        """All zero."""
+        device = decoder.embedding.device
+        layers = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
+        routed = [torch.zeros((streams, mlp.router.top_k), dtype=torch.int32, device=device) for mlp in layers]
+        return cls(
+            torch.zeros(streams, dtype=torch.int64, device=device),
+            torch.zeros(streams, dtype=torch.int32, device=device),
+            tuple(routed),
+        )
+
+
+def step(decoder: Decoder, cache: Cache, state: State, glue: Glue, products: Products) -> torch.Tensor:
+    """One token more for each stream; returns the logits [C, V] from which state.tokens was chosen (the largest)."""
+    h = decoder.embedding.index_select(0, state.tokens).float()
+    added: Added | None = None
+    routed = iter(state.routed)
+    for layer, kept in zip(decoder.layers, cache.layers, strict=True):
+        a = layer.attention
+        h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
+        qkv = products.dense(x, a.qkv)
+        heads = glue.attend(qkv, a, kept, state.positions, (decoder.cos, decoder.sin), decoder.eps)
+        added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
+        if isinstance(layer.mlp, Moe):
+            h, added = _experts(layer, h, added, next(routed), decoder.eps, glue, products)
+        else:
+            h, x = glue.add_norm(h, added, layer.mlp_norm, decoder.eps)
+            both = products.dense(x, layer.mlp.gate_up)[:, None]
+            added = Added(products.dense(glue.gate(both, layer.mlp.gate, None, None)[:, 0], layer.mlp.down)[:, None])
+    _, x = glue.add_norm(h, added, decoder.norm, decoder.eps)
+    logits = products.dense(x, decoder.head)
+    state.tokens.copy_(logits.argmax(-1))
+    state.positions.add_(1)
+    return logits
+
+
+def prefill(decoder: Decoder, cache: Cache, stream: int, prompt: torch.Tensor, products: Products) -> torch.Tensor:
+    """Run a prompt [T] into the cache of one stream; the logits [V] after its last token."""
+    glue = PlainGlue()
+    h = decoder.embedding.index_select(0, prompt).float()
+    added: Added | None = None
+    for layer, kept in zip(decoder.layers, cache.layers, strict=True):
+        a = layer.attention
+        h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
+        heads = _attend_all(products.dense(x, a.qkv), a, kept, stream, decoder)
+        added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
+        if isinstance(layer.mlp, Moe):
+            h, added = _experts(layer, h, added, None, decoder.eps, glue, products)
+        else:
+            h, x = glue.add_norm(h, added, layer.mlp_norm, decoder.eps)
+            both = products.dense(x, layer.mlp.gate_up)[:, None]
+            added = Added(products.dense(glue.gate(both, layer.mlp.gate, None, None)[:, 0], layer.mlp.down)[:, None])
+    _, x = glue.add_norm(h[-1:], _last(added), decoder.norm, decoder.eps)
+    return products.dense(x, decoder.head)[0]
+
+
+def _experts(
+    layer: Layer,
+    h: torch.Tensor,
+    added: Added,
+    ids: torch.Tensor | None,
+    eps: float,
+    glue: Glue,
+    products: Products,
+) -> tuple[torch.Tensor, Added]:
+    """A mixture of experts: the residual stream, and what is to be added to it."""
+    assert isinstance(layer.mlp, Moe)
+    moe = layer.mlp
+    route = moe.gate_up.packed is not None or moe.down.packed is not None
+    chosen = glue.choose(h, added, layer.mlp_norm, eps, moe.router, ids, route=route)
+    both = products.grouped(chosen.x, moe.gate_up, chosen.ids, chosen.routing)
+    inner = glue.gate(both, moe.gate, chosen.ids, moe.gate_up_bias)
+    y = products.grouped(inner, moe.down, chosen.ids, chosen.routing)
+    return chosen.h, Added(y, chosen.weights, chosen.ids, moe.down_bias)
+
+
+def _attend_all(
+    qkv: torch.Tensor, a: Attention, kept: tuple[torch.Tensor, torch.Tensor], stream: int, decoder: Decoder
+) -> torch.Tensor:
+    """Causal attention of a whole prompt, its keys and values kept; a few hundred queries at a time."""
+    count = len(qkv)
+    q, k, v = split_heads(qkv, a, decoder.eps)
+    cos, sin = decoder.cos[:count, None], decoder.sin[:count, None]
+    q, k = (rotated(t, cos, sin).transpose(0, 1) for t in (q, k))
+    keys, values = k.to(kept[0].dtype), v.transpose(0, 1).to(kept[1].dtype)
+    kept[0][stream, :, :count] = keys
+    kept[1][stream, :, :count] = values
+    at = torch.arange(count, device=qkv.device)
+    out: list[torch.Tensor] = []
+    for begin in range(0, count, _QUERIES):
+        here = at[begin : begin + _QUERIES, None]
+        first = 0 if not a.window else max(0, begin - a.window + 1)
+        seen = at[None, first : begin + _QUERIES] <= here
+        if a.window:
+            seen &= at[None, first : begin + _QUERIES] > here - a.window
+        span = slice(first, begin + _QUERIES)
+        part = attention_of(q[:, begin : begin + _QUERIES], keys[:, span].float(), values[:, span].float(), seen, a)
+        out.append(part.transpose(0, 1).flatten(1))
+    return torch.cat(out).to(qkv.dtype)
+
+
+def _last(added: Added | None) -> Added | None:
+    """Of the last token alone."""
+    if added is None:
+        return None
+    weights, ids = (None if t is None else t[-1:] for t in (added.weights, added.ids))
+    return Added(added.y[-1:], weights, ids, added.bias)

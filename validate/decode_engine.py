@@ -101,7 +101,7 @@ class Engine:
     def start(self, stream: int, prompt: torch.Tensor) -> None:
         """Prefill a prompt; its first token becomes the stream's last."""
         with torch.inference_mode():
-            logits = prefill(self.decoder, self.cache, stream, prompt, self.products)
+            logits = prefill(self.decoder, self.cache, stream, prompt, self.glue, self.products)
             self.state.tokens[stream] = logits.argmax()
             self.state.positions[stream] = len(prompt)
 

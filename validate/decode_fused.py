@@ -13,7 +13,7 @@ import torch
 from requant.kernels import w4a16
 from requant.kernels.triton import decode
 from requant.kernels.w4a16_library import GROUPED_TILE_TOKENS, routing_ints
-from requant.validate.decode_glue import Added, Chosen
+from requant.validate.decode_glue import Added, Chosen, PlainGlue
 from requant.validate.decode_model import Attention, Gate, Router
 
 __all__ = ["FusedGlue"]
@@ -25,6 +25,8 @@ _KEYS: Final = 64
 _GATE_BLOCK: Final = 512
 _ROUTED_HERE: Final = 128
 """Slots that `choose` sorts by itself, each against each; beyond, route_experts does."""
+_PICKED_HERE: Final = 512
+"""Tokens whose experts the last program of `choose` picks; a longer prompt's are picked by plain torch."""
 _COUNTERS: Final = 4096
 _PROGRAMS: Final = 256
 """Programs of `attend` to aim at: about two for each multiprocessor of an H200."""
@@ -65,6 +67,8 @@ class FusedGlue:
     ) -> Chosen:
         """See Glue."""
         tokens, width = h.shape
+        if tokens > _PICKED_HERE:
+            return PlainGlue().choose(h, added, norm, eps, router, ids, route=route)
         experts, top_k = router.weight.shape[0], router.top_k
         out, x = torch.empty_like(h), torch.empty(h.shape, dtype=norm.dtype, device=h.device)
         logits = torch.empty((tokens, experts), dtype=torch.float32, device=h.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from requant.validate.decode_glue import Added, Glue, PlainGlue, attention_of, rotated, split_heads
+from requant.validate.decode_glue import Added, Glue, attention_of, rotated, split_heads
 from requant.validate.decode_model import Attention, Decoder, Layer, Moe
 from requant.validate.decode_products import Products
 
@@ -86,9 +86,10 @@ def step(decoder: Decoder, cache: Cache, state: State, glue: Glue, products: Pro
     return logits
 
 
-def prefill(decoder: Decoder, cache: Cache, stream: int, prompt: torch.Tensor, products: Products) -> torch.Tensor:
+def prefill(
+    decoder: Decoder, cache: Cache, stream: int, prompt: torch.Tensor, glue: Glue, products: Products
+) -> torch.Tensor:
     """Run a prompt [T] into the cache of one stream; the logits [V] after its last token."""
-    glue = PlainGlue()
     h = decoder.embedding.index_select(0, prompt).float()
     added: Added | None = None
     for layer, kept in zip(decoder.layers, cache.layers, strict=True):

@@ -195,6 +195,20 @@ def _route(
 
 
 @triton.jit
+def _gate_up(row_ptr, width, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's part of gate and of up, FP32."""
+    if INTERLEAVED:
+        pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        both = tl.load(row_ptr + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
+        gated, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        gated = tl.load(row_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        up = tl.load(row_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
+    return gated, up
+
+
+@triton.jit
 def gate(
     both_ptr, ids_ptr, bias_ptr, out_ptr, width, limit, alpha,
     BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -204,14 +218,12 @@ def gate(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     _enter(PDL)
-    at_gate = 2 * column if INTERLEAVED else column
-    at_up = 2 * column + 1 if INTERLEAVED else width + column
-    gated = tl.load(both_ptr + row * 2 * width + at_gate, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + row * 2 * width + at_up, mask=inside, other=0.0).to(tl.float32)
+    gated, up = _gate_up(both_ptr + row * 2 * width, width, INTERLEAVED, BLOCK)
     if BIAS:
         expert = tl.load(ids_ptr + row).to(tl.int64)
-        gated += tl.load(bias_ptr + expert * 2 * width + at_gate, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + expert * 2 * width + at_up, mask=inside, other=0.0).to(tl.float32)
+        gate_bias, up_bias = _gate_up(bias_ptr + expert * 2 * width, width, INTERLEAVED, BLOCK)
+        gated += gate_bias
+        up += up_bias
     if CLAMPED:
         gated = tl.minimum(gated, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

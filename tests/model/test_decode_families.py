@@ -12,6 +12,7 @@ from requant.convert.synthetic import config_of, specs_of
 from requant.kernels.empty_model import ModelUnavailableError, empty_model
 from requant.manifests.gates import SpeedGate
 from requant.validate.decode_engine import Engine
+from requant.validate.decode_glue import PlainGlue
 from requant.validate.decode_load import load_decoder
 from requant.validate.decode_products import Products
 from requant.validate.decode_step import Cache, State, prefill
@@ -45,7 +46,7 @@ def test_the_engine_computes_what_the_class_computes(golden, name):
     cache, state = Cache.empty(decoder, 2, 80), State.new(decoder, 2)
     with torch.inference_mode():
         expected = theirs(input_ids=ids, use_cache=False).logits[:, -1]
-        ours = torch.stack([prefill(decoder, cache, stream, ids[stream], products) for stream in range(2)])
+        ours = torch.stack([prefill(decoder, cache, stream, ids[stream], PlainGlue(), products) for stream in range(2)])
         assert float((ours - expected).abs().max()) < 1e-5 * float(expected.abs().max())
         sequence = ids
         for _ in range(12):
@@ -111,7 +112,7 @@ def test_what_cannot_be_decoded_is_not_run_with_the_reason(golden, tmp_path):
         assert result.data["kernels"]["points"]
     broken = golden("_src_qwen3moe_bf16")
     tensors = load_file(broken / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnavailableError, match=r"experts\.2\.up_proj, and the checkpoint lacks it"):
         load_decoder(broken, device="cpu")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from requant.kernels.formats import MARLIN_WINDOW, NATIVE_WINDOW, NumberFormat
+from requant.validate.decode_report import DECODING, STEP, decoding_rows, step_rows
 from requant.validate.results import JSON, Finding, StageResult, Status
 from requant.validate.verdict import SignOff
 
@@ -184,7 +185,16 @@ def _kernels(stage: StageResult) -> list[Table]:
 
 
 def _speed(stage: StageResult) -> list[Table]:
-    """The kernels' times, one row per shape and number of tokens."""
+    """The model as it decodes, its step by kind, and the kernels' times by shape and number of tokens."""
+    tables: list[Table] = []
+    for heading, made, words in ((DECODING, decoding_rows(stage.data), {0}), (STEP, step_rows(stage.data), {1, 6})):
+        if made is not None:
+            columns, rows, note = made
+            tables.append(Table(heading, columns, rows, frozenset(range(len(columns))) - words, note))
+    return tables + _kernel_times(stage)
+
+
+def _kernel_times(stage: StageResult) -> list[Table]:
     bench = object_of(stage.data.get("kernels"))
     rows: list[tuple[str, ...]] = []
     for point in cast("Sequence[Mapping[str, JSON]]", bench.get("points") or ()):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from requant.validate.decode_report import DECODING, STEP
 from requant.validate.report import (
     Table,
     bytes_text,
@@ -222,7 +223,7 @@ def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
     bottleneck = stage.data.get("bottleneck")
     lines = (bottleneck,) if isinstance(bottleneck, str) else ()
     shown = tuple(chart for chart in charts if chart)
-    return Section("speed", "Speed", stage.reason, shown, own + _taken(tables, "Kernel times"), lines)
+    return Section("speed", "Speed", stage.reason, shown, own + _taken(tables, DECODING, STEP, "Kernel times"), lines)
 
 
 def _serving(serving: StageResult) -> Section:

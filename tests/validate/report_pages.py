@@ -84,7 +84,31 @@ def _speed() -> StageResult:
     ]  # fmt: skip
     ceilings = {"read_gbps": 4420.0, "copy_gbps": 4290.0, "peak_tflops": 800.0}
     kernels = {"device": "cuda:0 H200", "path": "w4a16: fastest", "ceilings": ceilings, "points": points}
-    return StageResult("speed", Status.NOT_RUN, "the kernels ran", data={"kernels": kernels}, device="cuda:0 H200")
+    data = {"kernels": kernels, "runs": [_run("converted (NVFP4)", 600.0), _run("bf16 (BF16)", 430.0)]}
+    data |= {key: data["runs"][0]["points"][0][key] for key in ("breakdown", "bottleneck")}
+    return StageResult("speed", Status.NOT_RUN, "the kernels ran", data=data, device="cuda:0 H200")
+
+
+def _run(label: str, rate: float) -> dict:
+    """One model that decodes: a stream's tokens per second fall as streams are added."""
+    points = []
+    for streams in (1, 8, 16):
+        step = 1e6 / rate * streams**0.45
+        points.append(
+            {
+                "concurrency": streams, "batch": streams, "completed": 8 * streams, "errors": 0,
+                "stream_tokens_per_s": 1e6 / step, "decode_tokens_per_s": streams * 1e6 / step,
+                "output_tokens_per_s": streams * 9e5 / step, "step_us_median": step, "step_us_p95": 1.02 * step,
+                "itl_ms_median": step / 1e3, "itl_ms_p95": 1.02 * step / 1e3, "prefill_ms_median": 21.0,
+                "prefill_ms_p95": 24.0, "ttft_ms_median": 11.0 * streams, "ttft_ms_p95": 21.0 * streams,
+                "bytes": 3_789_000_000, "of_roofline": 0.5, "bottleneck": f"With {streams} streams the experts do.",
+                "breakdown": [
+                    {"kind": kind, "us": share * step, "launches": 48, "tensor_cores": 0.9, "kernels": ["k: 1 us, 48x"]}
+                    for kind, share in (("moe", 0.5), ("dense", 0.3), ("attention", 0.1), ("norm", 0.1))
+                ],
+            }
+        )  # fmt: skip
+    return {"label": label, "points": points}
 
 
 def _serving() -> StageResult:

@@ -158,6 +158,34 @@ def test_the_breakdown_adds_up_and_the_sentence_names_the_largest_part():
     )
 
 
+def test_the_tables_show_every_concurrency_and_why_one_is_missing():
+    from requant.validate.decode_report import decoding_rows, step_rows
+
+    part = {"kind": "moe", "us": 300.0, "launches": 72, "tensor_cores": 0.75, "kernels": ["a", "b"]}
+    point = {
+        "concurrency": 16, "batch": 8, "stream_tokens_per_s": 606.1, "decode_tokens_per_s": 4849.0,
+        "output_tokens_per_s": 4000.4, "step_us_median": 1650.0, "step_us_p95": 1700.0, "prefill_ms_median": 20.25,
+        "prefill_ms_p95": 22.0, "ttft_ms_median": 90.0, "ttft_ms_p95": 160.0, "bytes": 3_789_000_000,
+        "of_roofline": 0.502, "breakdown": [part, {**part, "kind": "dense", "us": 100.0}], "bottleneck": "It is so.",
+    }  # fmt: skip
+    data = {
+        "runs": [{"label": "converted (NVFP4)", "points": [point]}],
+        "not_measured": {"source": "it is FP8"},
+        "speedups": {"source": {}, "bf16": {"16": 1.8}},
+    }
+    columns, rows, note = decoding_rows(data)
+    assert rows == (
+        ("converted (NVFP4)", "16 (in batches of 8)", "606", "4,849", "4,000", "1,650 / 1,700", "20.2 / 22.0",
+         "90.0 / 160", "3.789", "50%"),
+    )  # fmt: skip
+    assert len(columns) == len(rows[0])
+    assert note == "source: not measured, it is FP8; steps per second as a multiple of bf16's: 1.80 at 16"
+    columns, rows, note = step_rows(data)
+    assert rows[0] == ("16 (in batches of 8)", "moe", "300", "75%", "72", "75%", "a; b")
+    assert (len(columns), note) == (len(rows[0]), "It is so.")
+    assert decoding_rows({}) is step_rows({}) is None
+
+
 # --- the measurement, its loader replaced -----------------------------------------------------------------------------
 
 

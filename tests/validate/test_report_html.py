@@ -105,6 +105,10 @@ def test_every_chart_is_well_formed_and_says_in_words_what_it_shows(large: str) 
         "Signal to quantization noise by layer, in dB",
         "Block scales of the output, by power of two",
         "KL divergence from the source, by position",
+        "Output tokens per second",
+        "Time to first token, median",
+        "Time between tokens, median",
+        "Kernel time of a decode step",
         "FP4 kernels against BF16",
         "Roofline of the FP4 kernels",
         "Output tokens per second",
@@ -140,7 +144,7 @@ def test_all_tensors_lie_in_the_page_and_a_hostile_name_is_text(large: str, page
 def test_tables_have_captions_column_heads_and_row_heads(large: str) -> None:
     page = Page(large)
     tables = large.count("<table")
-    assert tables == large.count("<caption") == large.count("<thead>") == 11
+    assert tables == large.count("<caption") == large.count("<thead>") == 14
     scopes = [(key, value) for tag, key, value in page.attributes if tag == "th" and key == "scope"]
     assert len(scopes) == large.count("<th ")
     assert {value for _, value in scopes} == {"col", "row"}

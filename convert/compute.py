@@ -423,12 +423,16 @@ def _write_fp4(
 def _write_bf16(plan: Places, member: Member, files: Opened) -> None:
     target, form = plan.tensors[member.out_codes], member.form
     fd = files.output(target.shard)
-    tiles = float_tiles(member.weight, member.start, member.step, form.rows, files)
-    for first, tile in _whole_experts(member, tiles) if form.transposed else tiles:
+    bits = _bf16_tiles(member, files)
+    for first, tile in _whole_experts(member, bits) if form.transposed else bits:
+        write_all(fd, np.ascontiguousarray(tile.T if form.transposed else tile), target.begin + first * form.cols * 2)
+
+
+def _bf16_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    for first, tile in float_tiles(member.weight, member.start, member.step, member.form.rows, files):
         with _named(member, first):
             bits = to_bf16(tile)
-        begin = target.begin + first * form.cols * 2
-        write_all(fd, np.ascontiguousarray(bits.T if form.transposed else bits), begin)
+        yield first, bits
 
 
 def _write_fp8(plan: Places, member: Member, files: Opened) -> None:

@@ -267,8 +267,11 @@ def _int4(weight: SourceWeight, at: int, step: int, count: int, files: Opened) -
     groups = plane.shape[1]
     zeros = np.full(scales.shape, 8, dtype=np.float32)
     if weight.more.zeros is not None:
-        packed = read_whole(weight.more.zeros, files).view("<u4").reshape(-1, groups)
-        zeros = unpack_zero_rows(packed)[at : at + count * step : step]
+        first, last = at // 8, -(-(at + (count - 1) * step + 1) // 8)  # eight rows to a line of words
+        lines = Rows(weight.more.zeros, groups * 4, first, 1, last - first)
+        packed = read_rows(lines, files.source(weight.more.zeros.file), 0, last - first)
+        unpacked = unpack_zero_rows(np.ascontiguousarray(packed).view("<u4"))
+        zeros = unpacked[at - first * 8 :][: (count - 1) * step + 1 : step]
     group = -(-weight.cols // groups)
     if weight.more.order is not None:
         order = _order(weight, files, groups)

@@ -163,16 +163,16 @@ def judge_output(
 
 
 def _uploading(job: Job, push: bool) -> AbstractContextManager[Uploader | None]:
-    """Uploads finished shards while the next are made, where the disk is too small for all of them."""
+    """Uploads finished shards to the Hub while the next are made, where they do not stay here."""
     if not push or not job.manifest.execute.stream:
         return nullcontext()
     from requant.convert.publish import publish_settings
     from requant.convert.repository import upload_target
-    from requant.convert.uploads import Uploader, must_free
+    from requant.convert.uploads import Uploader, frees
 
-    if not must_free(job.plan):
+    if not frees(job.plan):
         return nullcontext()
-    return Uploader(job.plan, upload_target(publish_settings(job.manifest), job.manifest.name))
+    return Uploader(job.plan, upload_target(publish_settings(job.manifest), job.manifest.name), free=True)
 
 
 def _judge_maker(manifest: Manifest) -> MakeJudge | None:
@@ -186,15 +186,29 @@ def _judge_maker(manifest: Manifest) -> MakeJudge | None:
 
 def judge_job(job: Job, quiet: bool) -> SignOff:
     """Sign off what was just converted; of a streamed source nothing is left to read again."""
+    signed = _judged(job, quiet)
+    if job.address is not None:
+        add_signoff(job.address, job.plan.output)
+    return signed
+
+
+def add_signoff(address: str, output: Path) -> None:
+    """Send the sign-off of the folder `output` to the finished output in an object store."""
+    from requant.convert.destination import Destination
+
+    Destination(address, "").add_signoff(output)
+
+
+def _judged(job: Job, quiet: bool) -> SignOff:
     if not job.manifest.execute.stream:
         return judge_output(job.plan.output, job.plan.catalogue.root, job.manifest, only=None, quiet=quiet)
     from requant.convert.stream import source_with_holes, stream_folder
-    from requant.convert.uploads import read_uploaded
+    from requant.convert.uploads import read_freed
     from requant.validate.hashing import FileHash
     from requant.validate.streamed import sign_off_streamed
 
     output = job.plan.output
-    freed = {name: FileHash(name, shard.size, shard.sha256) for name, shard in read_uploaded(output).items()}
+    freed = {name: FileHash(name, shard.size, shard.sha256) for name, shard in read_freed(output).items()}
     signed = sign_off_streamed(
         output, source_with_holes(output), job.manifest, lambda label: stage_bar(label, quiet), freed
     )

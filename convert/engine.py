@@ -61,11 +61,15 @@ class Task(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Units whose bytes are written: (index, counts) each. synced: they are on the disk, whatever becomes of a node."""
+    """Units whose bytes are written: (index, counts) each. synced: they are on the disk, whatever becomes of a node.
+
+    shards: numbers of shards that are whole, though a unit that also writes to another one may not be done.
+    """
 
     units: Sequence[tuple[int, dict[str, Any]]]
     task: Task
     synced: bool = False
+    shards: Sequence[int] = ()
 
 
 class ShardFiles:
@@ -126,6 +130,11 @@ class Engine(Protocol):
         """As the manifest's execute.engine says it."""
         ...
 
+    @property
+    def whole_shards(self) -> bool:
+        """Whether it makes shards from their beginning, and cannot go on with half of one."""
+        ...
+
     def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
         """Do the units of `todo`, starting them in that order; done() is called, from any thread, for what is written.
 
@@ -145,6 +154,11 @@ class LocalEngine:
     def name(self) -> str:
         """As in the manifest."""
         return "local"
+
+    @property
+    def whole_shards(self) -> bool:
+        """No: it writes where it is told."""
+        return False
 
     def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
         """All of `todo`; the pool is fed a little ahead, so that an error or Ctrl-C stops within a unit."""

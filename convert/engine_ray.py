@@ -18,14 +18,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from requant.convert.engine import Done, ShardFiles, batch_limit
 from requant.convert.plan import Plan
-from requant.convert.ray_task import Batch, Report, batches, run_batch
+from requant.convert.ray_task import Batch, Fault, Report, batches
 from requant.manifests.errors import EnvironmentFault, IncompleteError
 
-__all__ = ["PROCESS_BYTES", "RayEngine", "require_ray"]
+__all__ = ["PROCESS_BYTES", "RayEngine", "require_ray", "run_token"]
 
 RETRIES: Final = 5
 """Times that a batch may be lost with its node, or fail on one, before the run stops (resumable)."""
@@ -42,6 +42,29 @@ PROCESS_BYTES: Final = 300 * 2**20
 
 Ray: TypeAlias = Any
 """The module: Ray ships no types that a strict checker could use."""
+
+
+class Returned(Protocol):
+    """What a task brings back."""
+
+    @property
+    def fault(self) -> Fault | None: ...
+
+
+class Item(Protocol):
+    """What a task is made from. key: of its own, to count failures by. partial: the unfinished output."""
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def partial(self) -> str: ...
+
+    def run(self, node: str, *shared: Any) -> Returned: ...
+
+
+T = TypeVar("T", bound=Item)
+R = TypeVar("R", bound=Returned)
 
 
 def require_ray() -> Ray:
@@ -72,23 +95,36 @@ class RayEngine:
         """As in the manifest."""
         return "ray"
 
+    @property
+    def whole_shards(self) -> bool:
+        """No: its tasks write into the folder that all share."""
+        return False
+
     def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
         """All of `todo`, as engine.Engine says. EnvironmentFault: no cluster. IncompleteError: it was lost for good."""
         if not todo:
             return
-        ray = require_ray()
-        with _connected(ray, self.address, self.workers), _token(files.partial) as token:
+
+        def enter(_: Batch, report: Report) -> None:
+            done(Done(report.units, report.task, synced=True))
+
+        with self.connected() as ray, run_token(files.partial) as token:
             cluster = _Cluster(ray, self)
-            places = cluster.places()
-            if not places and cluster.has_processors():  # a cluster without any may still be starting its nodes
-                raise EnvironmentFault(
-                    f"no node of the Ray cluster offers a CPU{' and a GPU' if self.gpus else ''} "
-                    f"and {self.memory / 2**20:.0f} MiB of memory",
-                    where=self.address or "local Ray",
-                    hint="add a node, or give the nodes more --num-cpus or --memory",
-                )
-            limit = batch_limit(sum(plan.units[index].nbytes for index in todo), max(places, 1))
-            _Tasks(ray, self, cluster, done).run(batches(plan, todo, limit, files.partial, token))
+            limit = batch_limit(sum(plan.units[index].nbytes for index in todo), max(cluster.checked_places(), 1))
+            _Tasks(ray, self, cluster, enter).run(batches(plan, todo, limit, files.partial, token))
+
+    @contextmanager
+    def connected(self) -> Generator[Ray]:
+        """The module, while there is a connection."""
+        ray = require_ray()
+        with _connected(ray, self.address, self.workers):
+            yield ray
+
+    def run_tasks(self, ray: Ray, items: Iterator[T], enter: Callable[[T, R], None], shared: object) -> None:
+        """Each of `items` by its own method `run`, with `shared`, on some node; enter() what came back, here."""
+        cluster = _Cluster(ray, self)
+        cluster.checked_places()
+        _Tasks(ray, self, cluster, enter, (ray.put(shared),)).run(items)
 
 
 class _Cluster:
@@ -111,6 +147,18 @@ class _Cluster:
             self.seen = now
         return self._known
 
+    def checked_places(self) -> int:
+        """The same; EnvironmentFault if there can be none."""
+        engine, places = self._engine, self.places()
+        if not places and self.has_processors():  # a cluster without any may still be starting its nodes
+            raise EnvironmentFault(
+                f"no node of the Ray cluster offers a CPU{' and a GPU' if engine.gpus else ''} "
+                f"and {engine.memory / 2**20:.0f} MiB of memory",
+                where=engine.address or "local Ray",
+                hint="add a node, or give the nodes more --num-cpus or --memory",
+            )
+        return places
+
     def has_processors(self) -> bool:
         """Whether any node runs tasks at all; a head of a cluster that grows on demand does not."""
         return any(node["Alive"] and node["Resources"].get("CPU", 0.0) >= 1 for node in self._ray.nodes())
@@ -123,15 +171,23 @@ class _Cluster:
         return int(min(limits))
 
 
-class _Tasks:
-    """Batches under way."""
+class _Tasks(Generic[T, R]):
+    """Batches under way. shared: references to what every task gets beside its own."""
 
-    def __init__(self, ray: Ray, engine: RayEngine, cluster: _Cluster, done: Callable[[Done], None]) -> None:
+    def __init__(
+        self,
+        ray: Ray,
+        engine: RayEngine,
+        cluster: _Cluster,
+        enter: Callable[[T, R], None],
+        shared: tuple[object, ...] = (),
+    ) -> None:
         self._ray = ray
         self._cluster = cluster
-        self._done = done
+        self._enter = enter
+        self._shared = shared
         self._workers = engine.workers
-        self._pending: dict[Any, Batch] = {}
+        self._pending: dict[Any, T] = {}
         self._failures: Counter[int] = Counter()
         self._remote = ray.remote(_on_a_node).options(
             name="requant",
@@ -142,7 +198,7 @@ class _Tasks:
             scheduling_strategy="SPREAD",
         )
 
-    def run(self, queue: Iterator[Batch]) -> None:
+    def run(self, queue: Iterator[T]) -> None:
         """Until the queue is empty and everything has come back."""
         try:
             while True:
@@ -162,14 +218,13 @@ class _Tasks:
         """Batches that may be out: one for each place, and as many waiting; or as many as the user said."""
         return self._workers or max(2 * self._cluster.places(), 1)
 
-    def _submit(self, batch: Batch) -> None:
-        self._pending[self._remote.remote(batch)] = batch
+    def _submit(self, batch: T) -> None:
+        self._pending[self._remote.remote(batch, *self._shared)] = batch
 
-    def _finish(self, batch: Batch, reference: Any) -> None:
+    def _finish(self, batch: T, reference: Any) -> None:
         """Enter what came back, or try again."""
-        first = batch.units[0][0]
         try:
-            report: Report = self._ray.get(reference)
+            report: R = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError:
             raise  # a bug of ours, with the worker's traceback
         except self._ray.exceptions.RayError as error:  # Ray has tried RETRIES times by itself
@@ -179,10 +234,10 @@ class _Tasks:
                 hint="look at the nodes (memory?), then run the same command again: it goes on where it stopped",
             ) from error
         if report.fault is None:
-            self._done(Done(report.units, report.task, synced=True))
+            self._enter(batch, report)
             return
-        self._failures[first] += 1
-        if not report.fault.passing or self._failures[first] > RETRIES:
+        self._failures[batch.key] += 1
+        if not report.fault.passing or self._failures[batch.key] > RETRIES:
             raise report.fault.exception()
         self._submit(batch)
 
@@ -203,14 +258,14 @@ class _Tasks:
                 self._ray.wait(left, num_returns=len(left), timeout=FAREWELL_S)
 
 
-def _on_a_node(batch: Batch) -> Report:
+def _on_a_node(item: Item, *shared: object) -> Returned:
     """The task."""
     context: Any = require_ray().get_runtime_context()
-    return run_batch(batch, str(context.get_node_id()))
+    return item.run(str(context.get_node_id()), *shared)
 
 
 @contextmanager
-def _token(partial: Path) -> Generator[Path]:
+def run_token(partial: Path) -> Generator[Path]:
     """A file that says that this run is on (execute.py removes those of runs that were killed)."""
     path = partial / ".requant" / f"run-{uuid.uuid4().hex}"
     path.touch()

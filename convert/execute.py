@@ -32,8 +32,9 @@ from requant.convert.engine import PART_SUFFIX, Done, Engine, LocalEngine, Shard
 from requant.convert.files import preallocate, write_all
 from requant.convert.journal import Journal
 from requant.convert.placement import header_of
-from requant.convert.plan import CopyUnit, GroupUnit, Plan, Unit, refuse_overlap
+from requant.convert.plan import GroupUnit, Plan, refuse_overlap
 from requant.convert.runrecord import run_record
+from requant.convert.windows import shards_of
 from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
 
 __all__ = ["PARTIAL_SUFFIX", "RECORDS", "Progress", "RunResult", "default_workers", "execute", "partial_of"]
@@ -81,10 +82,14 @@ def execute(
     progress: Progress = lambda _: None,
     lock: dict[str, Any] | None = None,
     reserve: bool = True,
+    begin: Callable[[Path], None] = lambda _: None,
+    order: str = "",
 ) -> RunResult:
     """Write the output by `engine`, or threads of this process. finish(folder, result) adds metadata before the rename.
 
     reserve: claim the disk for the whole output before the first byte (not where shards are freed on the way).
+    begin(folder): called when the folder is ours, before anything in it counts. order: names the order of the plan's
+    units, if it is not the plan's own: a journal holds their numbers.
     LockError: a finished output is in the way, another run holds it, or the plan changed. EnvironmentFault: the folder
     or the disk. IncompleteError: stopped half way, resumable. SourceError: the source's bytes are bad.
     """
@@ -102,17 +107,18 @@ def execute(
             if force:
                 _discard(partial)
             journal_path = partial / RECORDS / "journal.jsonl"
-            with Journal(journal_path, plan.sha256) as journal:
+            with Journal(journal_path, plan.sha256 + order) as journal:
                 if journal.fresh:
                     _discard(partial, keep_records=True)  # shards of a plan that nobody remembers
+                begin(partial)
                 if lock is not None:
                     _write_text(partial / RECORDS / "lock.json", json.dumps(lock, indent=1))
                 run = _Run(plan, partial, journal, progress, reserve=reserve)
-                run.prepare()
+                run.prepare(whole_shards=engine.whole_shards)
                 resumed = len(journal.done)
-                begin = time.monotonic()
+                started = time.monotonic()
                 run.work(engine)
-                record = run_record(engine.name, run.tasks, time.monotonic() - begin)
+                record = run_record(engine.name, run.tasks, time.monotonic() - started)
                 result = RunResult(output, dict(journal.done), resumed, record)
             _refuse_changed_source(plan, journal_path)
             finish(partial, result)
@@ -287,21 +293,13 @@ class _Run:
         self.tasks: list[Task] = []
         self._files = ShardFiles(plan.catalogue.root, partial, dict(enumerate(s.file for s in plan.shards)))
         self._lock = threading.Lock()
-        self._touched = [self._shards_of(unit) for unit in plan.units]
+        self._touched = [shards_of(plan, unit) for unit in plan.units]
         self._left = [0] * len(plan.shards)
         self._sealed: set[int] = set()
 
-    def _shards_of(self, unit: Unit) -> tuple[int, ...]:
-        tensors = self.plan.tensors
-        if isinstance(unit, CopyUnit):
-            return tuple({tensors[piece.out].shard for piece in unit.pieces})
-        shards: set[int] = set()
-        for member in unit.members:
-            shards.update(tensors[out].shard for out in member.outputs)
-        return tuple(shards)
-
-    def prepare(self) -> None:
-        """Preallocate what is missing; count what each shard still waits for."""
+    def prepare(self, *, whole_shards: bool) -> None:
+        """Preallocate what is missing; count what each shard still waits for. whole_shards: one that was begun and not
+        ended is made from its beginning, by an engine that does not see what is there."""
         for number, shard in enumerate(self.plan.shards):
             final = self.partial / shard.file
             if final.exists() and final.stat().st_size == shard.size:
@@ -313,6 +311,9 @@ class _Run:
             if index not in self.journal.done:
                 for shard in shards:
                     self._left[shard] += 1
+        for number, left in enumerate(self._left) if whole_shards else ():
+            if left and number not in self._sealed:
+                self._forget(number)
         needed = self._missing_bytes()
         free = shutil.disk_usage(self.partial).free
         if self._reserve and needed > free:
@@ -385,6 +386,9 @@ class _Run:
                     self._left[shard] -= 1
                     if self._left[shard] == 0:
                         sealed.append(shard)
+            for shard in done.shards:
+                self._left[shard] = 0
+                sealed.append(shard)
         for shard in sealed:
             self._seal(shard)
 

@@ -7,13 +7,15 @@ from typing import Final, cast, get_args
 
 from requant.convert.checkpoint import Catalogue, open_checkpoint
 from requant.convert.hub import fetch, is_offline
+from requant.convert.hub_remote import resolve
 from requant.convert.inspect import pattern_of
 from requant.convert.layouts.base import SourceWeight
 from requant.convert.layouts.reading import recognise
-from requant.convert.remote import remote_catalogue, resolve
+from requant.convert.remote import remote_catalogue
 from requant.manifests.errors import SourceError
 from requant.manifests.render import CommentedRule, render_manifest
 from requant.manifests.schema import LayerRule, Runtime, SourceLayout, TargetFormat, TargetLayout
+from requant.manifests.urls import is_url, last_part
 
 __all__ = ["initial_manifest"]
 
@@ -21,14 +23,22 @@ _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 
 
 def initial_manifest(source: str) -> str:
-    """YAML for the checkpoint in folder `source`, or on the Hub as owner/name. SourceError if nothing can be made."""
+    """YAML for the checkpoint in folder `source`, in an object store, or on the Hub as owner/name. SourceError if
+    nothing can be made."""
     path = Path(source).expanduser()
-    if path.is_dir():
+    if is_url(source):
+        from requant.convert.object_remote import resolve_objects
+
+        source = source.rstrip("/")
+        catalogue, repo = remote_catalogue(resolve_objects(source)), None
+    elif path.is_dir():
         catalogue, repo = open_checkpoint(path), None
     elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
         catalogue, repo = _hub_catalogue(source), source
     else:
-        raise SourceError("is not a folder", where=source, hint="give a checkpoint folder, or owner/name on the Hub")
+        raise SourceError(
+            "is not a folder", where=source, hint="give a checkpoint folder, an address, or owner/name on the Hub"
+        )
     layout, reason = recognise(catalogue, "auto")
     weights = list(layout.weights(catalogue))
     formats = {w.format for w in weights if w.format != "plain"}
@@ -39,13 +49,13 @@ def initial_manifest(source: str) -> str:
         rules = _packed_rules(packed, layout.name) if packed else _plain_rules(weights)
         target = "nvfp4" if packed else "mxfp4"
         target_layout, runtimes = _target(catalogue, layout.name, bool(packed))
-    base = (repo or path.resolve().name).rpartition("/")[2]
+    base = last_part(repo or (source if is_url(source) else path.resolve().name))
     return render_manifest(
         f"{base.lower()}-{target}",
         layout=_known(layout.name),
         rules=rules,
         repo=repo,
-        path=None if repo else str(path),
+        path=None if repo else source if is_url(source) else str(path),
         target_format=target,
         target_layout=target_layout,
         runtimes=runtimes,

@@ -14,26 +14,30 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from requant.convert.checkpoint import open_checkpoint
+from requant.convert.checkpoint import PICKLE_SUFFIXES, open_checkpoint
 from requant.convert.engine import Engine, LocalEngine, worker_bytes
 from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
 from requant.convert.hub import fetch, is_offline
+from requant.convert.hub_remote import resolve
 from requant.convert.input_scales import UNMEASURED
 from requant.convert.layouts.reading import recognise
 from requant.convert.metadata import metadata_files
 from requant.convert.plan import CopyUnit, Plan, make_plan, refuse_overlap, source_files
-from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, UPLOADED_FILE, local_manifest, public_manifest
-from requant.convert.remote import Remote, refuse_changed, remote_catalogue, resolve, snapshot_folder
+from requant.convert.private import LOCAL_FOLDER, LOCAL_MANIFEST, local_manifest, public_manifest
+from requant.convert.remote import Remote, refuse_changed, remote_catalogue
 from requant.convert.runrecord import RECORD_FILE
 from requant.manifests.errors import EnvironmentFault, LockError, UsageError
 from requant.manifests.load import LoadedManifest, load_manifest
 from requant.manifests.schema import Manifest
+from requant.manifests.urls import is_url, last_part
 
 __all__ = ["LOCK_FILE", "MANIFEST_FILE", "Job", "fetch_source", "prepare", "run_job"]
 
 if TYPE_CHECKING:
     from requant.convert.calibrate import Calibration, OpenBar
+    from requant.convert.destination import Destination
     from requant.convert.device import GpuCompute
+    from requant.convert.engine_ray import RayEngine
     from requant.convert.stream import MakeJudge
     from requant.convert.uploads import Uploader
 
@@ -45,7 +49,7 @@ MANIFEST_FILE: Final = "requant.manifest.yaml"
 class Job:
     """A manifest with its plan. commit: of the source on the Hub, or None for a folder.
 
-    remote: the source's files on the Hub, where the plan was made from their headers and they are still to be fetched.
+    remote: the source's files elsewhere, where the plan was made from their headers and they are still to be fetched.
     """
 
     loaded: LoadedManifest
@@ -53,6 +57,11 @@ class Job:
     commit: str | None
     seconds: float
     remote: Remote | None = None
+
+    @property
+    def address(self) -> str | None:
+        """Of the output in an object store, or None if it is a folder."""
+        return self.manifest.target.output if is_url(self.manifest.target.output) else None
 
     @property
     def manifest(self) -> Manifest:
@@ -93,18 +102,21 @@ def _prepare(ref: str, sets: Sequence[str], begin: float, bar: OpenBar | None) -
     loaded = load_manifest(ref, sets)
     manifest = loaded.manifest
     _refuse_unbuilt(manifest)
-    output = Path(manifest.target.output).expanduser()
+    output = _output_folder(manifest)
     if output.is_symlink() or output.name in ("", ".."):  # a folder is renamed at the end, and a link is none
         output = output.resolve()
     commit: str | None = None
     remote: Remote | None = None
-    if manifest.source.path is not None:
+    calibrated = manifest.activations.calibrate is not None  # which reads the weights before the plan is made
+    if manifest.source.path is not None and is_url(manifest.source.path):
+        remote, root = _objects(manifest.source.path, whole=calibrated)
+    elif manifest.source.path is not None:
         root = Path(manifest.source.path).expanduser()
-    elif is_offline() or manifest.activations.calibrate is not None:  # which reads the weights before the plan is made
+    elif is_offline() or calibrated:
         root, commit = fetch(str(manifest.source.repo), manifest.source.revision)
     else:
         remote = resolve(str(manifest.source.repo), manifest.source.revision)
-        root, commit = snapshot_folder(remote), remote.commit
+        root, commit = remote.folder, remote.commit
     refuse_overlap(root, output)
     catalogue = open_checkpoint(root) if remote is None else remote_catalogue(remote)
     layout, reason = recognise(catalogue, manifest.source.layout)
@@ -117,11 +129,27 @@ def _prepare(ref: str, sets: Sequence[str], begin: float, bar: OpenBar | None) -
     return Job(loaded, plan, commit, time.perf_counter() - begin, remote)
 
 
+def _objects(url: str, *, whole: bool) -> tuple[Remote | None, Path]:
+    """(the source as it is listed, where it would be fetched to); whole: fetched at once, and then a folder."""
+    from requant.convert.object_remote import resolve_objects
+
+    remote = resolve_objects(url)
+    if not whole:
+        return remote, remote.folder
+    return None, remote.fetch([name for name in remote.files if not name.endswith(PICKLE_SUFFIXES)])
+
+
+def _output_folder(manifest: Manifest) -> Path:
+    """Where the output takes shape on this machine."""
+    if is_url(manifest.target.output):
+        return Path(manifest.execute.work or last_part(manifest.target.output)).expanduser()
+    return Path(manifest.target.output).expanduser()
+
+
 def _refuse_unbuilt(manifest: Manifest) -> None:
     """What the schema can say and this version cannot do is refused, never ignored."""
     faults = {
         "activations.calibrate": manifest.activations.calibrate is not None and manifest.execute.stream,
-        "execute.stream": manifest.execute.stream and manifest.execute.engine == "ray",
         "execute.device: cuda with engine: ray": manifest.execute.device == "cuda" and manifest.execute.engine == "ray",
     }
     for where, unbuilt in faults.items():
@@ -138,7 +166,7 @@ def lock_of(job: Job) -> dict[str, Any]:
         "manifest_sha256": hashlib.sha256(public_manifest(manifest).encode()).hexdigest(),
         "plan_sha256": plan.sha256,
         "source": {
-            "folder": Path(manifest.source.path).name if manifest.source.path else None,
+            "folder": last_part(manifest.source.path) if manifest.source.path else None,
             "repo": manifest.source.repo,
             "commit": job.commit,
             "layout": plan.layout,
@@ -156,42 +184,49 @@ def lock_of(job: Job) -> dict[str, Any]:
 
 
 def _source_record(job: Job) -> dict[str, dict[str, Any]]:
-    """What the lock says of each source shard: on the Hub its content's hash, on disk the time of its last change."""
+    """What the lock says of each source shard: on the Hub its content's hash, in a store its version, on disk the time
+    of its last change."""
     record = {file: dict(facts) for file, facts in source_files(job.plan.catalogue).items()}
-    if job.commit is not None:
+    if job.commit is not None or job.remote is not None:
         for facts in record.values():
             facts.pop("mtime_ns", None)
     if job.remote is not None:
         for file, facts in record.items():
-            facts["sha256"] = job.remote.files[file].sha256
+            known = job.remote.files[file]
+            facts.update({"version": known.version} if known.version else {"sha256": known.sha256})
     return record
 
 
 def fetch_source(job: Job) -> Job:
-    """The job with its source in the Hub's cache, at the plan's commit. SourceError if it is not what was planned."""
+    """The job with its source in a cache on this machine, as planned. SourceError if it is not what was planned."""
     if job.remote is None:
         return job
     catalogue = job.plan.catalogue
     wanted = [*(shard.file for shard in catalogue.shards), *catalogue.sidecars]
     wanted += [name for name in job.remote.files if name.endswith(".json") and "/" not in name]
-    root, _ = fetch(job.remote.repo, job.remote.commit, wanted)
-    fetched = open_checkpoint(root)
-    refuse_changed(catalogue, fetched, job.remote.repo)
+    fetched = open_checkpoint(job.remote.fetch(wanted))
+    refuse_changed(catalogue, fetched, job.remote.name)
     return replace(job, plan=replace(job.plan, catalogue=fetched))
 
 
 def _refuse_hollow(output: Path, uploader: Uploader | None, force: bool) -> None:
     """LockError if shards of an unfinished output were uploaded and freed, and this run would take them for whole."""
-    if uploader is None and not force and (partial_of(output) / UPLOADED_FILE).exists():
+    if force or (uploader is not None and uploader.free):
+        return
+    from requant.convert.uploads import read_freed
+
+    if freed := read_freed(partial_of(output)):
         raise LockError(
-            "was begun with --push: finished shards are on the Hub and not here any more",
+            f"was begun with an upload that freed finished shards ({len(freed)}): they are not here any more",
             where=str(partial_of(output)),
-            hint="go on with --push, or start over with --force",
+            hint="go on as it was begun (--push, execute.stream, execute.max_disk), or start over with --force",
         )
 
 
-def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None, uploader: Uploader | None) -> tuple[Job, Engine]:
-    """The job over a source with holes, and the engine that fills them window by window."""
+def _streamed(
+    job: Job, inner: LocalEngine | RayEngine, make_judge: MakeJudge | None, uploader: Uploader | None
+) -> tuple[Job, Engine]:
+    """The job over a source with holes, and the engine that fills them window by window, here or on a cluster."""
     from requant.convert.stream import StreamEngine, streamed_source, window_budget
 
     if job.remote is None:
@@ -202,10 +237,15 @@ def _streamed(job: Job, inner: Engine, make_judge: MakeJudge | None, uploader: U
         )
     if make_judge is None:
         raise UsageError("nothing compares a streamed conversion later", where="make_judge", hint="pass one")
-    if uploader is None:
+    if not isinstance(inner, LocalEngine):
+        from requant.convert.engine_shards import ShardEngine
+
+        engine = ShardEngine(job.remote, inner, make_judge, uploader.sink if uploader else None)
+    elif uploader is None:
         engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
     else:
-        engine = StreamEngine(job.remote, inner, uploader.budget, make_judge, uploader.after)
+        budget = uploader.budget if uploader.free else window_budget(job.plan)
+        engine = StreamEngine(job.remote, inner, budget, make_judge, uploader.after)
     return replace(job, plan=streamed_source(job.plan, job.remote)), engine
 
 
@@ -242,23 +282,60 @@ def run_job(
     """
     if job.plan.input_scale_note.startswith(UNMEASURED):
         raise UsageError("the calibration was not measured", where="activations.calibrate", hint="pass prepare a bar")
+    plan_sha256 = job.plan.sha256  # of the plan as anyone makes it, whatever the order of its units here
+    if job.address is None:
+        return _run_job(job, plan_sha256, force, progress, make_judge, uploader, None)
+    from requant.convert.destination import Destination
+    from requant.convert.uploads import Uploader, frees
+
+    if uploader is not None:
+        raise UsageError(
+            "the shards go to target.output as they are made, and are not here to be published",
+            where="--push",
+            hint="publish afterwards, from a copy of the output; or leave execute.stream out",
+        )
+    destination = Destination(job.address, plan_sha256)
+    with Uploader(job.plan, destination.sink, free=frees(job.plan)) as sending:
+        return _run_job(job, plan_sha256, force, progress, make_judge, sending, destination)
+
+
+def _run_job(
+    job: Job,
+    plan_sha256: str,
+    force: bool,
+    progress: Progress,
+    make_judge: MakeJudge | None,
+    uploader: Uploader | None,
+    destination: Destination | None,
+) -> RunResult:
+    """run_job, once it is known where the shards go."""
     _refuse_hollow(job.plan.output, uploader, force)
+    if destination is not None:
+        destination.check(force)
     if not force:
         check_source_unchanged(job)
     engine = engine_of(job.plan)
     compute, why = on_device(job.plan, engine)
     if compute is not None:
         engine = LocalEngine(compute.workers, compute)
-    plan_sha256 = job.plan.sha256  # of the plan as anyone makes it, whatever the order of its units here
-    if job.manifest.execute.stream:
+    streamed = job.manifest.execute.stream
+    if streamed:
         job, engine = _streamed(job, engine, make_judge, uploader)
     else:
         job = fetch_source(job)
     lock = {**lock_of(job), "plan_sha256": plan_sha256}
 
+    def begin(folder: Path) -> None:
+        if destination is not None:
+            destination.begin(job.plan, folder, force)
+
     def finish(folder: Path, result: RunResult) -> None:
+        if streamed and job.remote is not None and (changed := job.remote.changed()):
+            from requant.convert.object_remote import changed_fault
+
+            raise changed_fault(job.remote, changed)
         if uploader is not None:
-            uploader.finish()
+            uploader.finish(folder)
         metadata = metadata_files(job.plan)
         for name, content in metadata.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -273,11 +350,23 @@ def run_job(
         lock["outputs"] = sorted({*shards, *metadata, *job.plan.catalogue.sidecars, MANIFEST_FILE, LOCK_FILE})
         lock["complete"] = True
         (folder / LOCK_FILE).write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n")
+        if destination is not None:
+            destination.finish(folder, lock["outputs"])
 
-    return execute(job.plan, finish, engine=engine, force=force, progress=progress, lock=lock, reserve=uploader is None)
+    return execute(
+        job.plan,
+        finish,
+        engine=engine,
+        force=force,
+        progress=progress,
+        lock=lock,
+        reserve=uploader is None or not uploader.free,
+        begin=begin,
+        order=" shard by shard" if streamed else "",
+    )
 
 
-def engine_of(plan: Plan) -> Engine:
+def engine_of(plan: Plan) -> LocalEngine | RayEngine:
     """The engine that the manifest names. EnvironmentFault if its extra is not installed."""
     settings = plan.manifest.execute
     workers = None if settings.workers == "auto" else settings.workers

@@ -7,11 +7,13 @@ find again lies in `.requant-local/` inside the output, which is neither judged 
     .requant-local/manifest.yaml   the resolved manifest with its paths, made absolute
     .requant-local/run.json        how fast the run was, on which nodes (runrecord.py)
     .requant-local/publish.json    which pull request or branch an upload went into
-    .requant-local/uploaded.json   shards that were uploaded while converting and freed (uploads.py)
+    .requant-local/uploaded.json   shards that were uploaded to the Hub while converting and freed (uploads.py)
+    .requant-local/stored.json     shards that are in the object store of target.output (uploads.py)
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,13 @@ from typing import Any, Final, cast
 
 from requant.manifests.load import dump_manifest
 from requant.manifests.schema import Manifest
+from requant.manifests.urls import is_url, last_part
 
 __all__ = [
     "LOCAL_FOLDER",
     "LOCAL_MANIFEST",
     "LOCATIONS",
+    "STORED_FILE",
     "UPLOADED_FILE",
     "local_manifest",
     "public_manifest",
@@ -33,10 +37,12 @@ __all__ = [
 LOCAL_FOLDER: Final = ".requant-local"
 LOCAL_MANIFEST: Final = f"{LOCAL_FOLDER}/manifest.yaml"
 UPLOADED_FILE: Final = f"{LOCAL_FOLDER}/uploaded.json"
+STORED_FILE: Final = f"{LOCAL_FOLDER}/stored.json"
 
 LOCATIONS: Final = (
     ("source", "path"),
     ("target", "output"),
+    ("execute", "work"),
     ("activations", "input_scale", "from"),
     ("activations", "calibrate", "text"),
     ("validate", "model", "text"),
@@ -46,22 +52,31 @@ LOCATIONS: Final = (
 
 _TOKEN: Final = re.compile(r"\b(?:hf|api|ghp|github_pat)_[A-Za-z0-9_]{16,}")
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"<>]+)\?[^\s'\"<>]*")
-_USERINFO: Final = re.compile(r"(https?://)[^\s/@]+@")
+_USERINFO: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@]+@")
+_AWS: Final = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
+_SECRETS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")
+"""Variables whose values never stand in a message."""
 _FOLDERS: Final = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()\[\]]+/)+(?=[^\s/])")
 
 
 def redact(text: str) -> str:
     """`text` without access tokens, without the queries of addresses (signatures), without names and passwords."""
-    return _TOKEN.sub("***", _USERINFO.sub(r"\1", _QUERY.sub(r"\1", text)))
+    for name in _SECRETS:
+        value = os.environ.get(name, "")
+        text = text.replace(value, "***") if len(value) >= 8 else text
+    return _AWS.sub("***", _TOKEN.sub("***", _USERINFO.sub(r"\1", _QUERY.sub(r"\1", text))))
 
 
 def public_manifest(manifest: Manifest) -> str:
     """The resolved manifest as it may be published: folders by their last part, no address of a server."""
 
     def last(path: str) -> str:
-        return Path(path).name or "folder"
+        return last_part(path) or "folder"
 
     raw = _with_locations(manifest, last)
+    raw["execute"]["work"] = None
+    if raw["source"]["path"]:  # a folder to whoever reads this, wherever it was
+        raw["execute"] |= {"stream": False, "max_disk": None}
     if raw["source"]["path"] == raw["target"]["output"]:  # two folders of one name, and a manifest must tell them apart
         raw["target"]["output"] = f"out/{raw['target']['output']}"
     serving = raw["validate"].get("serving")
@@ -76,7 +91,11 @@ def public_manifest(manifest: Manifest) -> str:
 
 def local_manifest(manifest: Manifest) -> str:
     """The resolved manifest as this machine needs it later, from any folder: its paths absolute."""
-    return dump_manifest(Manifest.model_validate(_with_locations(manifest, lambda path: str(Path(path).absolute()))))
+
+    def whole(path: str) -> str:
+        return path if is_url(path) else str(Path(path).absolute())
+
+    return dump_manifest(Manifest.model_validate(_with_locations(manifest, whole)))
 
 
 def _with_locations(manifest: Manifest, change: Callable[[str], str]) -> dict[str, dict[str, Any]]:

@@ -33,7 +33,8 @@ from requant.convert.repository import (
     text_at,
     written_before,
 )
-from requant.convert.uploads import Uploaded, read_uploaded
+from requant.convert.sinks import Uploaded
+from requant.convert.uploads import read_uploaded
 from requant.manifests.errors import PublishError, SourceError
 from requant.manifests.schema import Manifest
 from requant.manifests.schema import Publish as PublishSection

@@ -21,9 +21,9 @@ from requant.convert.engine import ShardFiles, Task
 from requant.convert.placement import OutTensor
 from requant.convert.plan import Plan, Unit
 from requant.convert.shards import TensorInfo
-from requant.manifests.errors import EnvironmentFault, IncompleteError, RequantError, SourceError
+from requant.manifests.errors import EnvironmentFault, IncompleteError, PublishError, RequantError, SourceError
 
-__all__ = ["Batch", "Fault", "Report", "batches", "run_batch"]
+__all__ = ["Batch", "Fault", "Report", "batches", "outs_of", "run_batch"]
 
 
 class Batch(NamedTuple):
@@ -42,30 +42,44 @@ class Batch(NamedTuple):
     token: str
     version: str
 
+    @property
+    def key(self) -> int:
+        """Its first unit."""
+        return self.units[0][0]
+
+    def run(self, node: str, *_: object) -> Report:
+        """Do it."""
+        return run_batch(self, node)
+
 
 class Fault(NamedTuple):
-    """An error on its way to the driver: exceptions with keywords do not survive pickling. code: errno, or 0."""
+    """An error on its way to the driver: exceptions with keywords do not survive pickling. code: errno, or 0.
+
+    again: it may well pass, as those of a network do.
+    """
 
     kind: str
     message: str
     where: str
     hint: str
     code: int = 0
+    again: bool = False
 
     def exception(self) -> Exception:
         """The error to raise."""
         if self.kind == "OSError":
             return OSError(self.code, self.message, self.where or None)
-        kinds: dict[str, type[RequantError]] = {k.__name__: k for k in (SourceError, EnvironmentFault, IncompleteError)}
+        kinds: dict[str, type[RequantError]] = {k.__name__: k for k in KINDS}
         return kinds.get(self.kind, IncompleteError)(self.message, where=self.where, hint=self.hint)
 
     @property
     def passing(self) -> bool:
         """Whether another node, or another time, may do better."""
-        return self.kind == "OSError" and self.code not in FULL
+        return self.again or (self.kind == "OSError" and self.code not in FULL)
 
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KINDS: Final = (SourceError, EnvironmentFault, IncompleteError, PublishError)
 
 
 class Report(NamedTuple):
@@ -83,7 +97,7 @@ def batches(plan: Plan, todo: Iterable[int], limit: int, partial: Path, token: P
 
     def batch(indices: Sequence[int], nbytes: int) -> Batch:
         units = tuple((index, plan.units[index]) for index in indices)
-        places = {out: plan.tensors[out] for _, unit in units for out in _outs(unit)}
+        places = {out: plan.tensors[out] for _, unit in units for out in outs_of(unit)}
         return Batch(
             units=units,
             tensors=places,
@@ -114,14 +128,14 @@ def _parts(value: object) -> tuple[object, ...]:
     return cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
 
 
-def _outs(value: object) -> Iterator[int]:
+def outs_of(value: object) -> Iterator[int]:
     """Indices of the output tensors named anywhere in a unit: its fields `out` and `out_*`."""
     parts = _parts(value)
     for field, part in zip(getattr(value, "_fields", ()), parts, strict=False):
         if (field == "out" or field.startswith("out_")) and isinstance(part, int):
             yield part
     for part in parts:
-        yield from _outs(part)
+        yield from outs_of(part)
 
 
 def _sources(value: object) -> Iterator[TensorInfo]:

@@ -21,7 +21,8 @@ from typing import Any, Final, cast
 from requant.convert.hub import AGAIN, hub_api, hub_faults, network_errors, retry_after, status_of_fault
 from requant.convert.pipeline import LOCK_FILE
 from requant.convert.private import LOCAL_FOLDER
-from requant.convert.uploads import Uploaded, uploaded_operation
+from requant.convert.sinks import HubSink, Uploaded
+from requant.convert.uploads import uploaded_operation
 from requant.manifests.errors import PublishError
 from requant.manifests.schema import Publish as PublishSection
 
@@ -94,13 +95,13 @@ class Target:
     exists: bool
 
 
-def upload_target(settings: PublishSection, name: str) -> Callable[[Path], tuple[str, str]]:
-    """For an upload that begins before the output is finished: folder -> (repository, revision), made if need be."""
+def upload_target(settings: PublishSection, name: str) -> Callable[[Path], HubSink]:
+    """For an upload that begins before the output is finished: folder -> its revision, made if need be."""
 
-    def opened(partial: Path) -> tuple[str, str]:
+    def opened(partial: Path) -> HubSink:
         with hub_faults(settings.repo, "the upload", publishing=True):
             target = target_of(hub_api(), partial, settings, name, dry_run=False)
-        return target.repo, target.revision
+        return HubSink(target.repo, target.revision)
 
     return opened
 

@@ -1,6 +1,6 @@
-"""Convert a source on the Hub through a small disk: fetch a window, convert it, judge it, free it.
+"""Convert a source that is elsewhere through a small disk: fetch a window, convert it, judge it, free it.
 
-    <output>.stream/source-PID/  the repository with holes: true headers, configs and sidecars (remote.mirror_headers)
+    <output>.stream/source-PID/  the source with holes: true headers, configs and sidecars (remote.mirror_headers)
     <output>.stream/window-N/    its shards once more, with the bytes of window N in their places
     <output>.stream/view/        links to the output's shards, finished or not, under their final names
     <output>.stream/numerics.jsonl    what was judged, so that an interrupted run goes on
@@ -25,7 +25,7 @@ from requant.convert.checkpoint import open_checkpoint
 from requant.convert.engine import PART_SUFFIX, Done, Engine, ShardFiles
 from requant.convert.plan import Plan, Unit
 from requant.convert.private import public_manifest
-from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, read_range, refuse_changed
+from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, refuse_changed
 from requant.convert.windows import Window, cut_windows, shard_by_shard, tensors_of
 from requant.manifests.errors import IncompleteError, UsageError
 
@@ -33,6 +33,8 @@ __all__ = [
     "Judge",
     "MakeJudge",
     "StreamEngine",
+    "fetch_window",
+    "link_shards",
     "source_with_holes",
     "stream_folder",
     "streamed_source",
@@ -70,7 +72,7 @@ def streamed_source(plan: Plan, remote: Remote) -> Plan:
     small = [name for name in remote.files if name.endswith(".json") and "/" not in name]
     mirror_headers(remote, root, [*plan.catalogue.sidecars, *small])
     catalogue = open_checkpoint(root)
-    refuse_changed(plan.catalogue, catalogue, remote.repo)
+    refuse_changed(plan.catalogue, catalogue, remote.name)
     return shard_by_shard(replace(plan, catalogue=catalogue))
 
 
@@ -130,6 +132,11 @@ class StreamEngine:
         """As in the manifest."""
         return self.inner.name
 
+    @property
+    def whole_shards(self) -> bool:
+        """No: what stands in the folder is gone on with."""
+        return False
+
     def drive(self, plan: Plan, files: ShardFiles, todo: Sequence[int], done: Callable[[Done], None]) -> None:
         """All of `todo`, and whatever an earlier run converted and did not live to judge."""
         folder = stream_folder(plan.output)
@@ -140,7 +147,7 @@ class StreamEngine:
         if len(todo) == len(plan.units):
             record.unlink(missing_ok=True)  # of a run that is not gone on with
         view = folder / "view"
-        _link_shards(plan, files.partial, view)
+        link_shards(plan, files.partial, view)
         judge = self.make_judge(plan.catalogue.root, view, record)
         missing = judge.unjudged()
         again = {i for i, unit in enumerate(plan.units) if any(t.name in missing for t in tensors_of(unit))}
@@ -152,7 +159,7 @@ class StreamEngine:
                 self.inner.drive(plan, mine, [i for i in window.units if i in open_units], done)
             finally:
                 mine.close()
-            _link_shards(plan, files.partial, view)
+            link_shards(plan, files.partial, view)
             judge.piece(place, view, {tensor.name for tensor in window.tensors})
             shutil.rmtree(place)
             self.after(files.partial)
@@ -175,41 +182,49 @@ class StreamEngine:
                 self._stop.set()  # after an error or Ctrl-C nobody waits for a window that nobody wants
 
     def _fetch(self, plan: Plan, window: Window, place: Path) -> Path:
-        """Write the window's bytes where they stand in files of the right sizes."""
-        place.mkdir(parents=True)
-        ranges = window.ranges()
-        sizes = {shard.file: shard.size for shard in plan.catalogue.shards}
-        starts = {shard.file: min(t.begin for t in shard.tensors) for shard in plan.catalogue.shards if shard.tensors}
-        descriptors: dict[str, int] = {}
-        try:
-            for file in ranges:
-                target = place / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                descriptors[file] = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
-                os.ftruncate(descriptors[file], sizes[file])
-                with (plan.catalogue.root / file).open("rb") as header:
-                    os.pwrite(descriptors[file], header.read(starts[file]), 0)
-            with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="requant-range") as pool:
-                jobs = [
-                    pool.submit(self._read, file, begin, end, descriptors[file])
-                    for file, spans in ranges.items()
-                    for begin, end in _pieces(spans)
-                ]
-                for job in jobs:
-                    job.result()
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
-        return place
-
-    def _read(self, file: str, begin: int, end: int, descriptor: int) -> None:
-        def write(data: bytes, at: int) -> None:
+        def check(file: str) -> None:
             if self._stop.is_set():
                 raise IncompleteError("stopped", where=file, hint="run the same command again")
-            os.pwrite(descriptor, data, at)
 
-        if not self._stop.is_set():
-            read_range(self.remote, file, begin, end, write)
+        return fetch_window(self.remote, window, plan.catalogue.root, place, check)
+
+
+def fetch_window(remote: Remote, window: Window, root: Path, place: Path, check: Callable[[str], None]) -> Path:
+    """Write a window's bytes where they stand, in files of the right sizes and headers, in the new folder `place`.
+
+    root: the source with holes. check(file): called before every write, to stop it by an error.
+    """
+    place.mkdir(parents=True)
+    ranges = window.ranges()
+    descriptors: dict[str, int] = {}
+
+    def read(file: str, begin: int, end: int) -> None:
+        def write(data: bytes, at: int) -> None:
+            check(file)
+            os.pwrite(descriptors[file], data, at)
+
+        check(file)
+        remote.read(file, begin, end, write)
+
+    try:
+        for file in ranges:
+            target = place / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptors[file] = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
+            os.ftruncate(descriptors[file], (root / file).stat().st_size)
+            with (root / file).open("rb") as source:
+                start = source.read(8)
+                os.pwrite(descriptors[file], start + source.read(int.from_bytes(start, "little")), 0)
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="requant-range") as pool:
+            jobs = [
+                pool.submit(read, file, begin, end) for file, spans in ranges.items() for begin, end in _pieces(spans)
+            ]
+            for job in jobs:
+                job.result()
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return place
 
 
 def _pieces(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -219,7 +234,7 @@ def _pieces(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield at, min(at + REQUEST_BYTES, end)
 
 
-def _link_shards(plan: Plan, partial: Path, view: Path) -> None:
+def link_shards(plan: Plan, partial: Path, view: Path) -> None:
     """Make `view` show the output's shards under their final names, and the manifest for its rules."""
     view.mkdir(exist_ok=True)
     for shard in plan.shards:

@@ -1,30 +1,39 @@
 """Upload finished shards while the next ones are made, and free them: for an output larger than the disk.
 
-What is uploaded is not visible before the commit that `publish` makes after the sign-off. Of a freed shard a hollow
+What is uploaded to the Hub is not visible before the commit that `publish` makes after the sign-off; an object of a
+store is, but the lock that says that the output is complete comes last (destination.py). Of a freed shard a hollow
 file stays: its header and scales, which the contract stage reads, in their places, and holes where the codes were. What
-the commit needs to know of it stands in `.requant-local/uploaded.json`; hollow files go when it is made.
+is needed to know it again stands in the sink's record (sinks.py); hollow files go when all is published.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, Self
 
 from requant.convert.files import read_exact, write_all
-from requant.convert.hub import hub_api, hub_faults
 from requant.convert.placement import OutTensor
 from requant.convert.plan import Plan
-from requant.convert.private import UPLOADED_FILE
+from requant.convert.private import STORED_FILE, UPLOADED_FILE
+from requant.convert.sinks import Sink, Uploaded, read_records, write_records
 from requant.convert.stream import stream_folder
 from requant.manifests.errors import UsageError
 
-__all__ = ["Uploaded", "Uploader", "must_free", "read_uploaded", "uploaded_operation", "uploading_budget"]
+__all__ = [
+    "Uploaded",
+    "Uploader",
+    "frees",
+    "kept_spans",
+    "must_free",
+    "read_freed",
+    "read_uploaded",
+    "uploaded_operation",
+    "uploading_budget",
+]
 
 SMALL_BYTES: Final = 64 * 1024
 """Tensors up to this size stay in a hollow shard: norms, biases, scalars."""
@@ -32,22 +41,15 @@ SHARDS_OPEN: Final = 2
 """Shards that the units of a window may leave unfinished at its two ends."""
 
 
-class Uploaded(NamedTuple):
-    """A shard whose bytes are on the Hub, under no name yet. sample: its first 512 bytes."""
-
-    size: int
-    sha256: str
-    sample: bytes
-
-
 def read_uploaded(output: Path) -> dict[str, Uploaded]:
-    """The freed shards of a folder, by name."""
-    try:
-        raw: object = json.loads((output / UPLOADED_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    found = cast("Mapping[str, Mapping[str, Any]]", raw)
-    return {n: Uploaded(f["size"], f["sha256"], base64.b64decode(f["sample"])) for n, f in found.items()}
+    """The shards of a folder that were uploaded to the Hub and freed, by name."""
+    return read_records(output / UPLOADED_FILE)
+
+
+def read_freed(output: Path) -> dict[str, Uploaded]:
+    """The shards of a folder that are elsewhere and hollow here, by name."""
+    records = {**read_records(output / STORED_FILE), **read_uploaded(output)}
+    return {name: shard for name, shard in records.items() if shard.freed}
 
 
 def uploaded_operation(name: str, shard: Uploaded) -> Any:
@@ -67,17 +69,28 @@ def uploaded_operation(name: str, shard: Uploaded) -> Any:
 class Uploader:
     """Uploads sealed shards one after the other, in a thread of its own. A context manager, which waits for the last.
 
-    open_target: partial folder -> (repository, revision), made when the first shard is ready.
+    open_sink: partial folder -> where they go, made when the first shard is ready. free: they are hollow afterwards.
     """
 
-    def __init__(self, plan: Plan, open_target: Callable[[Path], tuple[str, str]]) -> None:
+    def __init__(self, plan: Plan, open_sink: Callable[[Path], Sink], *, free: bool) -> None:
         self._plan = plan
-        self._open_target = open_target
-        self._target: tuple[str, str] | None = None
-        self.budget = uploading_budget(plan)
+        self._open_sink = open_sink
+        self._sink: Sink | None = None
+        self.free = free
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="requant-upload")
         self._offered: dict[str, Future[None]] = {}
         self._previous: list[Future[None]] = []
+
+    @property
+    def budget(self) -> int:
+        """Bytes of source on the way at a time."""
+        return uploading_budget(self._plan)
+
+    def sink(self, partial: Path) -> Sink:
+        """Where shards go."""
+        if self._sink is None:
+            self._sink = self._open_sink(partial)
+        return self._sink
 
     def __enter__(self) -> Self:
         return self
@@ -85,60 +98,60 @@ class Uploader:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def after(self, partial: Path) -> None:
-        """A window is done: offer the shards that it finished; wait until those of the window before are gone."""
-        done = read_uploaded(partial)
+    def offer(self, partial: Path) -> list[Future[None]]:
+        """Take the shards that are sealed and not on their way yet."""
         now: list[Future[None]] = []
+        if all(shard.file in self._offered for shard in self._plan.shards):
+            return now
+        done = read_records(partial / self.sink(partial).record)
         for number, shard in enumerate(self._plan.shards):
             if shard.file not in self._offered and shard.file not in done and (partial / shard.file).exists():
                 self._offered[shard.file] = self._pool.submit(self._upload, partial, number)
                 now.append(self._offered[shard.file])
+        return now
+
+    def after(self, partial: Path) -> None:
+        """A window is done: offer the shards that it finished; wait until those of the window before are gone."""
+        now = self.offer(partial)
         for upload in self._previous:
             upload.result()
         self._previous = now
 
-    def finish(self) -> None:
-        """Wait for all; the first error is raised."""
+    def finish(self, partial: Path) -> None:
+        """Offer what is left and wait for all; the first error is raised."""
+        self.offer(partial)
         for upload in self._offered.values():
             upload.result()
 
     def _upload(self, partial: Path, number: int) -> None:
-        hub: Any = import_module("huggingface_hub")
         shard = self._plan.shards[number]
         path = partial / shard.file
-        repo, revision = self._target = self._target or self._open_target(partial)
-        with hub_faults(repo, "the upload", publishing=True):
-            operation = hub.CommitOperationAdd(shard.file, str(path))
-            hub_api().preupload_lfs_files(repo, [operation], revision=revision, free_memory=False)
-        info = operation.upload_info
-        _record(partial, shard.file, Uploaded(int(info.size), info.sha256.hex(), bytes(info.sample)))
-        hollow(path, [t for t in self._plan.tensors if t.shard == number], stream_folder(self._plan.output) / "hollow")
-
-
-def _record(output: Path, name: str, shard: Uploaded) -> None:
-    """Add a shard to the file, at once or not at all. One thread writes."""
-    path = output / UPLOADED_FILE
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    known = {**read_uploaded(output), name: shard}
-    raw = {n: {**s._asdict(), "sample": base64.b64encode(s.sample).decode()} for n, s in known.items()}
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(raw))
-    temporary.replace(path)
+        sink = self.sink(partial)
+        record = partial / sink.record
+        taken = sink.put(path, shard.file)._replace(freed=self.free)
+        write_records(record, {**read_records(record), shard.file: taken})
+        if self.free:
+            members = self._plan.tensors[shard.tensors.start : shard.tensors.stop]
+            hollow(path, members, stream_folder(self._plan.output) / "hollow")
 
 
 def _stays(tensor: OutTensor) -> bool:
     return "scale" in tensor.name or tensor.nbytes <= SMALL_BYTES
 
 
-def hollow(path: Path, tensors: Sequence[OutTensor], temporary: Path) -> None:
-    """Replace a shard, by way of `temporary`, by one with holes for all but its header, scales and small tensors."""
+def kept_spans(tensors: Sequence[OutTensor]) -> list[tuple[int, int]]:
+    """Byte ranges [begin, end) that stay of a freed shard, which holds these tensors: header, scales, small tensors."""
     header = min((t.begin for t in tensors), default=0)
-    spans = [(0, header), *((t.begin, t.begin + t.nbytes) for t in tensors if _stays(t))]
+    return [(0, header), *((t.begin, t.begin + t.nbytes) for t in tensors if _stays(t))]
+
+
+def hollow(path: Path, tensors: Sequence[OutTensor], temporary: Path) -> None:
+    """Replace a shard, by way of `temporary`, by one with holes for all but what stays."""
     source = os.open(path, os.O_RDONLY)
     target = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.ftruncate(target, os.fstat(source).st_size)
-        for begin, end in spans:
+        for begin, end in kept_spans(tensors):
             write_all(target, read_exact(source, end - begin, begin, path.name), begin)
     finally:
         os.close(source)
@@ -162,6 +175,11 @@ def uploading_budget(plan: Plan) -> int:
             hint="allow more disk, or smaller shards (target.shard_size)",
         )
     return budget
+
+
+def frees(plan: Plan) -> bool:
+    """Whether shards leave this disk as they are sent: for lack of room, or since they were never here."""
+    return must_free(plan) or (plan.manifest.execute.stream and plan.manifest.execute.engine == "ray")
 
 
 def must_free(plan: Plan) -> bool:

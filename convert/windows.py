@@ -14,7 +14,7 @@ from requant.convert.plan import CopyUnit, Piece, Plan, Unit
 from requant.convert.shards import TensorInfo
 from requant.manifests.errors import UsageError
 
-__all__ = ["Window", "cut_windows", "shard_by_shard", "tensors_of"]
+__all__ = ["Window", "cut_windows", "largest_block", "shard_by_shard", "shards_of", "tensors_of", "units_by_shard"]
 
 
 class Window(NamedTuple):
@@ -71,10 +71,9 @@ def shard_by_shard(plan: Plan) -> Plan:
 def cut_windows(plan: Plan, wanted: Iterable[int], budget: int) -> list[Window]:
     """Windows of at most `budget` bytes over the units `wanted`. UsageError if one cannot be made that small."""
     order = sorted(wanted)
-    reads = {index: list({t.name: t for t in tensors_of(plan.units[index])}.values()) for index in order}
-    last = {tensor.name: index for index in order for tensor in reads[index]}
+    reads = _reads(plan, order)
     windows: list[Window] = []
-    for block in _blocks(order, reads, last):
+    for block in _blocks(order, reads):
         window = _window(block, reads)
         if window.nbytes > budget:
             name = max(window.tensors, key=lambda t: t.nbytes).name
@@ -90,8 +89,43 @@ def cut_windows(plan: Plan, wanted: Iterable[int], budget: int) -> list[Window]:
     return windows
 
 
-def _blocks(order: Sequence[int], reads: dict[int, list[TensorInfo]], last: dict[str, int]) -> Iterator[list[int]]:
+def largest_block(plan: Plan, units: Iterable[int]) -> int:
+    """Source bytes that must be there together at least, for these units."""
+    order = sorted(units)
+    reads = _reads(plan, order)
+    return max((_window(block, reads).nbytes for block in _blocks(order, reads)), default=0)
+
+
+def units_by_shard(plan: Plan) -> dict[int, list[int]]:
+    """Units that a worker needs to make an output shard by itself, by the shard's number, in order.
+
+    They are those that write into it, and those that read a tensor that one of these reads: so that all that became of
+    a tensor can be judged there. A unit that writes into two shards is done for both.
+    """
+    order = range(len(plan.units))
+    found: dict[int, list[int]] = {number: [] for number in range(len(plan.shards))}
+    for block in _blocks(order, _reads(plan, order)):
+        for shard in sorted({shard for index in block for shard in shards_of(plan, plan.units[index])}):
+            found[shard] += block
+    return found
+
+
+def shards_of(plan: Plan, unit: Unit) -> tuple[int, ...]:
+    """Numbers of the output shards that a unit writes into."""
+    tensors = plan.tensors
+    if isinstance(unit, CopyUnit):
+        return tuple({tensors[piece.out].shard for piece in unit.pieces})
+    return tuple({tensors[out].shard for member in unit.members for out in member.outputs})
+
+
+def _reads(plan: Plan, order: Iterable[int]) -> dict[int, list[TensorInfo]]:
+    """The source tensors of each unit, once."""
+    return {index: list({t.name: t for t in tensors_of(plan.units[index])}.values()) for index in order}
+
+
+def _blocks(order: Sequence[int], reads: dict[int, list[TensorInfo]]) -> Iterator[list[int]]:
     """The smallest runs of units that share no tensor with the rest."""
+    last = {tensor.name: index for index in order for tensor in reads[index]}
     block: list[int] = []
     until = -1
     for index in order:

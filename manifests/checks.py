@@ -21,6 +21,7 @@ from requant.manifests.sections import (
     TargetFormat,
     TensorFormat,
 )
+from requant.manifests.urls import is_url
 
 __all__ = ["UNSCALED_FORMATS", "disagreements"]
 
@@ -62,10 +63,19 @@ def disagreements(
         yield from _uncalibrated(layers, activations)
     if source is not None and target is not None:
         yield from _same_folder(source, target)
-    if source is not None and execute is not None and execute.stream and source.repo is None:
-        yield "execute.stream", "stream fetches from the Hub, and the source is a folder; set source.repo or delete it"
+    if source is not None and execute is not None and execute.stream and not _is_elsewhere(source):
+        yield (
+            "execute.stream",
+            "stream fetches from the Hub or an object store, and the source is a folder; set source.repo or delete it",
+        )
+    if target is not None and execute is not None and execute.work is not None and not is_url(target.output):
+        yield "execute.work", "work is for outputs in an object store, and target.output is a folder; delete it"
     if source is not None and publish is not None and source.repo == publish.repo:
         yield "publish.repo", "the result would go into the repository that the source came from"
+
+
+def _is_elsewhere(source: Source) -> bool:
+    return source.repo is not None or (source.path is not None and is_url(source.path))
 
 
 def _unreachable(layers: Sequence[LayerRule]) -> Iterator[tuple[str, str]]:

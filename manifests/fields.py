@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from requant.manifests.sizes import SIZE_PATTERN, parse_size
+from requant.manifests.urls import is_url, url_fault
 
 __all__ = [
     "FLOAT32_MAX",
@@ -20,6 +21,7 @@ __all__ = [
     "Count",
     "Flag",
     "Location",
+    "Place",
     "Positive",
     "RepoId",
     "Scale",
@@ -45,6 +47,17 @@ def _size(value: object) -> object:
     return parse_size(value) if isinstance(value, str) else value
 
 
+def _expanduser_or_url(value: str) -> str:
+    """A folder, or an address in an object store without a slash at its end; `file://` is a folder."""
+    if value.startswith("file://"):
+        return value.removeprefix("file://")
+    if not is_url(value):
+        return os.path.expanduser(value)  # noqa: PTH111 - a text stays the text that it is, "./x" too
+    if wrong := url_fault(value):
+        raise fault("", wrong)
+    return value.rstrip("/")
+
+
 def no_repeats(field: str, values: Iterable[object]) -> None:
     """Fault if a list names something twice."""
     seen: set[object] = set()
@@ -67,6 +80,7 @@ Size = Annotated[
 ]
 Scale = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=FLOAT32_MIN, le=FLOAT32_MAX)]
 Location = Annotated[str, Strict(), Field(min_length=1), AfterValidator(os.path.expanduser)]
+Place = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_expanduser_or_url)]
 RepoId = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, Self, cast
 
 from pydantic import Field, model_validator
-from requant.manifests.fields import Count, Flag, Location, RepoId, Scale, Section, Size, Text, fault, no_repeats
+from requant.manifests.fields import Count, Flag, Location, Place, RepoId, Scale, Section, Size, Text, fault, no_repeats
 from requant.manifests.match import REGEX_PREFIX, pattern_fault
 from requant.manifests.sizes import format_size
 
@@ -73,7 +73,11 @@ class Source(Section):
     """Which checkpoint to read. Exactly one of `repo` and `path`."""
 
     repo: RepoId | None = Field(default=None, description="Repository on the Hub, `owner/name`.")
-    path: Location | None = Field(default=None, description="Folder on this machine. Relative: to the current folder.")
+    path: Place | None = Field(
+        default=None,
+        description="Folder on this machine (relative: to the current one), or an object store: s3://BUCKET/PREFIX, "
+        "gs://..., whatever fsspec reads.",
+    )
     revision: Text = Field(
         default="main", description="Branch, tag or commit of `repo`; the lock records the commit it stood for."
     )
@@ -104,8 +108,9 @@ class Target(Section):
         description="Names, suffixes and metadata of the output. `modelopt-experts` splits gpt-oss's stacked experts; "
         "`deepseek-v3` is FP8 in blocks under `weight_scale_inv`.",
     )
-    output: Location = Field(
-        description="Folder of the finished checkpoint; it must not exist yet. Relative: to the current folder."
+    output: Place = Field(
+        description="Folder of the finished checkpoint; it must not exist yet. Relative: to the current folder. Or an "
+        "object store: s3://BUCKET/PREFIX, gs://..."
     )
     shard_size: Size = Field(default=5 * 10**9, description="Upper bound of one output shard, such as 5GB or 512MiB.")
     runtimes: tuple[Runtime, ...] = Field(
@@ -247,9 +252,19 @@ class Execute(Section):
         default=None, description="Of a running cluster: auto or ray://HOST:PORT. Without it a local Ray is started."
     )
     stream: Flag = Field(
-        default=False, description="Fetch from the Hub only what is converted next and free it afterwards."
+        default=False,
+        description="Fetch from the Hub or object store only what is converted next and free it afterwards. With "
+        "engine ray every task does so by itself, and needs no shared file system.",
     )
-    max_disk: Size | None = Field(default=None, description="With `stream`: bytes on disk at any time, such as 40GB.")
+    max_disk: Size | None = Field(
+        default=None,
+        description="With `stream`: bytes on disk at any time, such as 40GB. With engine ray: of one task.",
+    )
+    work: Location | None = Field(
+        default=None,
+        description="Where target.output is an object store: the folder here in which the output takes shape, with "
+        "the journal. Left out: a folder of the output's last name in the current one.",
+    )
 
     @model_validator(mode="after")
     def _belongs(self) -> Self:

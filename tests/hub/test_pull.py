@@ -88,7 +88,7 @@ def test_a_cache_whose_files_are_not_the_commits_is_refused(hub, kit, upstream, 
     job = prepare(str(kit.manifest(SOURCE)))
     shard = client.hf_hub_download(SOURCE, "model-00001-of-00003.safetensors", endpoint=hub.url, revision=upstream)
     Path(shard).write_bytes(Path(shard).read_bytes().replace(b'"pt"', b'"tf"', 1))
-    with pytest.raises(SourceError, match="the files in the cache are not those of the commit"):
+    with pytest.raises(SourceError, match="the files in the cache are not those that were planned with"):
         run_job(job)
 
 

@@ -51,6 +51,7 @@ def test_the_least_manifest_has_the_defaults_that_the_design_names():
         "ray_address": None,
         "stream": False,
         "max_disk": None,
+        "work": None,
     }
     assert manifest.validation.model_dump() == dict.fromkeys(("numerics", "kernels", "model", "speed", "serving"))
     assert (manifest.kv_cache, manifest.publish, manifest.include) == (None, None, ())

@@ -19,9 +19,11 @@ from requant.convert.cli_stages import (
     ByteBar,
     Format,
     Via,
+    add_signoff,
     bench_server,
     check_push,
     emit,
+    folder_to_judge,
     judge_job,
     judge_output,
     publish_output,
@@ -251,7 +253,9 @@ def run(
 
 @app.command()
 def validate(
-    output: FolderArg,
+    output: Annotated[
+        str, typer.Argument(metavar="OUTPUT", help="A finished output: a folder, or its address (s3://...).")
+    ],
     manifest: Annotated[
         str | None, typer.Option("--manifest", help="Gates from this manifest instead of the one in the folder.")
     ] = None,
@@ -272,8 +276,11 @@ def validate(
     from requant.convert.finished import open_finished
 
     _log_to(verbose, log_file)
-    done = open_finished(output, manifest, sets or [])
-    signed = judge_output(output, done.source, done.manifest, only=only, activations=activations, quiet=quiet)
+    folder, address = folder_to_judge(output)
+    done = open_finished(folder, manifest, sets or [])
+    signed = judge_output(folder, done.source, done.manifest, only=only, activations=activations, quiet=quiet)
+    if address is not None:
+        add_signoff(address, folder)
     report_verdict(signed, form)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from requant.manifests.errors import EnvironmentFault, NotSignedOffError, UsageError
+from requant.manifests.errors import EnvironmentFault, NotSignedOffError, SourceError, UsageError
+from requant.manifests.urls import is_url
 
 if TYPE_CHECKING:
     from requant.convert.execute import RunResult
@@ -32,9 +33,11 @@ __all__ = [
     "ByteBar",
     "Format",
     "Via",
+    "add_signoff",
     "bench_server",
     "check_push",
     "emit",
+    "folder_to_judge",
     "judge_job",
     "judge_output",
     "publish_output",
@@ -188,7 +191,11 @@ def judge_job(job: Job, quiet: bool) -> SignOff:
     """Sign off what was just converted; of a streamed source nothing is left to read again."""
     signed = _judged(job, quiet)
     if job.address is not None:
+        from requant.convert.uploads import read_freed
+
         add_signoff(job.address, job.plan.output)
+        for name in read_freed(job.plan.output):  # hollow: nobody is to take it for a shard
+            (job.plan.output / name).unlink(missing_ok=True)
     return signed
 
 
@@ -214,6 +221,28 @@ def _judged(job: Job, quiet: bool) -> SignOff:
     )
     shutil.rmtree(stream_folder(output))
     return signed
+
+
+def folder_to_judge(output: str) -> tuple[Path, str | None]:
+    """(folder, address in an object store or None) of what `requant validate` is asked about.
+
+    An address is fetched whole. SourceError if the shards of a folder are elsewhere.
+    """
+    from requant.convert.finished import fetch_output, manifest_of
+    from requant.convert.uploads import read_freed
+
+    if is_url(output):
+        return fetch_output(output), output.rstrip("/")
+    folder = Path(output)
+    target = manifest_of(folder).target.output
+    address = target if is_url(target) else None
+    if freed := read_freed(folder):
+        raise SourceError(
+            f"{len(freed)} shards were sent away while converting and are not here",
+            where=output,
+            hint=f"validate where they are: requant validate {address or 'a copy of the repository'}",
+        )
+    return folder, address
 
 
 def report_verdict(signed: SignOff, form: Format | None) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -254,7 +255,8 @@ class Store:
 
 def _version(info: Mapping[str, Any]) -> str:
     """What a store changes whenever it changes an object."""
-    return next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+    found = next((info[key] for key in _VERSION_KEYS if info.get(key)), "")
+    return str(found.timestamp() if isinstance(found, datetime) else found)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -12,6 +12,7 @@ characters (a manifest must not be able to write to the terminal) and for lines 
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ SYNONYMS: Final = {
 """What other tools call our choices."""
 
 
+_CREDENTIALS: Final = re.compile(r"(://(?=[^\s/@\"']*@)|://[^\s?\"']*\?)([^\s@\"'}]+)")
+
+
 @dataclass(frozen=True, order=True)
 class Place:
     """Where something stands: file (or `--set`), line and column from 1, how many characters, and the line itself."""
@@ -59,7 +63,7 @@ class Place:
         width = max(1, min(self.width, len(shown) - len(before)))
         pad = "".join("\t" if char == "\t" else " " * _columns(char) for char in before)
         number = f"{self.line:5}"
-        return f"{number} | {_printable(shown)}\n{' ' * len(number)} | {pad}^{'~' * (width - 1)}"
+        return f"{number} | {_printable(_masked(shown))}\n{' ' * len(number)} | {pad}^{'~' * (width - 1)}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ def _columns(char: str) -> int:
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _masked(text: str) -> str:
+    """The text with stars for what stands in an address as credentials or options, character by character."""
+    return _CREDENTIALS.sub(lambda found: found[1] + "*" * len(found[2]), text)
 
 
 def _printable(text: str) -> str:

@@ -244,7 +244,8 @@ def _streamed(
     elif uploader is None:
         engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
     else:
-        budget = uploader.budget if uploader.free else window_budget(job.plan)
+        bounded = uploader.free and job.manifest.execute.max_disk is not None
+        budget = uploader.budget if bounded else window_budget(job.plan)
         engine = StreamEngine(job.remote, inner, budget, make_judge, uploader.after)
     return replace(job, plan=streamed_source(job.plan, job.remote)), engine
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Self
 
+from requant.convert.execute import partial_of
 from requant.convert.files import read_exact, write_all
 from requant.convert.placement import OutTensor
 from requant.convert.plan import Plan
@@ -179,7 +180,13 @@ def uploading_budget(plan: Plan) -> int:
 
 def frees(plan: Plan) -> bool:
     """Whether shards leave this disk as they are sent: for lack of room, or since they were never here."""
-    return must_free(plan) or (plan.manifest.execute.stream and plan.manifest.execute.engine == "ray")
+    settings = plan.manifest.execute
+    return must_free(plan) or (settings.stream and (settings.engine == "ray" or _begun_elsewhere(plan)))
+
+
+def _begun_elsewhere(plan: Plan) -> bool:
+    """Whether an interrupted run has sent shards away: then the rest goes there too."""
+    return bool(read_freed(partial_of(plan.output)))
 
 
 def must_free(plan: Plan) -> bool:

@@ -1,10 +1,9 @@
-"""Source and output on a real S3 server: the same bytes, whatever breaks on the way, and nothing half-made to be seen."""
+"""Source and output on a real S3 server: the same bytes, whatever breaks on the way, and nothing half-made in sight."""
 
 import hashlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -99,7 +98,8 @@ def test_connections_cut_at_twenty_points_while_reading_give_the_same_bytes(s3, 
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (503, "ServiceUnavailable"), (400, "RequestTimeout")]
+    ("status", "code"),
+    [(500, "InternalError"), (503, "SlowDown"), (503, "ServiceUnavailable"), (400, "RequestTimeout")],
 )
 @pytest.mark.parametrize("match", [SHARDS, "^PUT /out/tiny/model", "^GET /models.*list-type", "^PUT .*begun.json"])
 def test_a_passing_refusal_is_waited_out(s3, kit, ordinary, fault, status, code, match):

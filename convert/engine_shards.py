@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,7 @@ from requant.convert.stream import WINDOW_BYTES, MakeJudge, link_shards, stream_
 from requant.convert.windows import cut_windows, largest_block, shards_of, tensors_of, units_by_shard
 from requant.manifests.errors import UsageError
 
-__all__ = ["TASK_BYTES", "ShardEngine"]
+__all__ = ["ShardEngine"]
 
 TASK_BYTES: Final = 700 * 2**20
 """Memory of a task beside that of a worker: ranges and parts on the way, and the judge with what it imports."""
@@ -74,11 +74,12 @@ class ShardEngine:
         again = {i for i, unit in enumerate(plan.units) if any(t.name in missing for t in tensors_of(unit))}
         wanted = _shards_to_make(plan, files.partial, again | set(todo))
         if wanted:
+            cluster = replace(self.cluster, memory=self.cluster.memory + TASK_BYTES)
             books = _Books(plan, files.partial, record, set(todo), wanted, done)
-            with self.cluster.connected() as ray, run_token(files.partial) as token:
+            with cluster.connected() as ray, run_token(files.partial) as token:
                 sink = self.open_sink(files.partial) if self.open_sink else _shared(files.partial, token)
                 tasks = _tasks(plan, wanted, self.remote, sink, files.partial)
-                self.cluster.run_tasks(ray, tasks, books.enter, _kit(plan, token.name, self.make_judge))
+                cluster.run_tasks(ray, tasks, books.enter, _kit(plan, token.name, self.make_judge))
         link_shards(plan, files.partial, view)
         self.make_judge(plan.catalogue.root, view, record).save(files.partial)
 

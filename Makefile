@@ -14,15 +14,17 @@ EVAL_ENV  := $(EVAL_VENV)/.stamp-eval
 SERVE_VENV := $(VENV)-serve
 SERVE_ENV := $(SERVE_VENV)/.stamp-serve
 RAY_ENV   := $(VENV)/.stamp-ray
+OBJECTS_ENV := $(VENV)/.stamp-objects
 MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray test-eval test-serve lint types pytest format build clean
+.PHONY: help demo test test-ray test-objects test-eval test-serve lint types pytest format build clean
 
 help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
 	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
 	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
+	@echo 'make test-objects  sources and outputs on an S3 server (installs moto and s3fs, 190 MB)'
 	@echo 'make test-eval  the tests that need transformers, in .venv-eval'
 	@echo 'make test-serve  the tests that start a real server, in .venv-serve'
 	@echo 'make lint | types | pytest | format | build | clean'
@@ -48,9 +50,13 @@ types: $(DEV_ENV)
 pytest: $(DEV_ENV)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
-# Apart from `test`: Ray takes 240 MB, and its clusters two minutes.
+# Apart from `test`: Ray takes 240 MB, and its clusters ten minutes.
 test-ray: $(RAY_ENV)
 	$(BIN)/pytest -m ray tests/ray $(ARGS)
+
+# Apart from `test`: the S3 server is an AWS of its own, and what breaks is waited out.
+test-objects: $(OBJECTS_ENV)
+	$(BIN)/pytest -m objects tests/objects $(ARGS)
 
 # Models that run: an environment of its own, since transformers changes often and brings much.
 test-eval: $(EVAL_ENV)
@@ -84,7 +90,11 @@ $(DEV_ENV): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(RAY_ENV): $(DEV_ENV)
-	$(INSTALL) '.[dev,ray]'
+	$(INSTALL) '.[dev,ray,objects,objects-test]'
+	@touch $@
+
+$(OBJECTS_ENV): $(DEV_ENV)
+	$(INSTALL) '.[dev,objects,objects-test]'
 	@touch $@
 
 $(EVAL_ENV): pyproject.toml constraints.txt

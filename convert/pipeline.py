@@ -213,13 +213,15 @@ def _refuse_hollow(output: Path, uploader: Uploader | None, force: bool) -> None
     """LockError if shards of an unfinished output were uploaded and freed, and this run would take them for whole."""
     if force or (uploader is not None and uploader.free):
         return
-    from requant.convert.uploads import read_freed
+    from requant.convert.uploads import read_freed, read_uploaded
 
-    if freed := read_freed(partial_of(output)):
+    partial = partial_of(output)
+    if read_freed(partial):
+        how, where = ("--push", "on the Hub") if read_uploaded(partial) else ("execute.stream", "in the object store")
         raise LockError(
-            f"was begun with an upload that freed finished shards ({len(freed)}): they are not here any more",
-            where=str(partial_of(output)),
-            hint="go on as it was begun (--push, execute.stream, execute.max_disk), or start over with --force",
+            f"was begun with {how}: finished shards are {where} and not here any more",
+            where=str(partial),
+            hint=f"go on with {how}, or start over with --force",
         )
 
 

@@ -34,13 +34,14 @@ class PostEngine:
     """Batches that are pickled, done by run_batch, and whose reports are pickled: a cluster of one, less Ray."""
 
     name = "ray"
+    whole_shards = False
 
     def __init__(self, limit=3000, stop_after=None, tamper=lambda batch: batch):
         self.limit, self.stop_after, self.tamper = limit, stop_after, tamper
         self.sizes, self.sent = [], 0
 
     def drive(self, plan, files, todo, done):
-        with engine_ray._token(files.partial) as token:
+        with engine_ray.run_token(files.partial) as token:
             for number, batch in enumerate(batches(plan, todo, self.limit, files.partial, token)):
                 if number == self.stop_after:
                     raise Stop

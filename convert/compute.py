@@ -8,6 +8,7 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 | copy      | bytes, rows of bytes, constants                                                           |
 | repack    | MXFP4 -> NVFP4 in integers (kernels/repack.py)                                            |
 | relayout  | the same format under other names: codes copied, scales copied, widened or turned over      |
+| share     | the same, with block scales moved by powers of two under one global scale (shared_scales.py) |
 | encode    | anything -> floats in tiles (decode.py) -> MXFP4, NVFP4, FP8, BF16                        |
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from requant.convert.activation_scales import carried_scales
 from requant.convert.decode import amax_tiles, float_tiles, planes, scale_grid, to_bf16
 from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
@@ -73,11 +75,13 @@ def run_unit(plan: Places, unit: Unit, files: Opened, by: Accelerator | None = N
         for piece in unit.pieces:
             _copy(plan.tensors[piece.out], piece.source, files)
         return {}
+    for out, scale in carried_scales(unit.members, unit.kind != "relayout", files):
+        _write_scalar(plan, out, scale, files)
     if any(member.weight.more.blocked for member in unit.members):
         by = None  # it reads planes
     if unit.kind == "repack":
         return _repack(plan, unit, files, by)
-    if unit.kind == "relayout":
+    if unit.kind in ("relayout", "share"):
         return _relayout(plan, unit, files)
     return _encode(plan, unit, files, by)
 
@@ -296,8 +300,11 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
 
 def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     """Codes and block scales byte for byte; the global scale as it is, or turned over."""
+    from requant.convert.shared_scales import shared_scale
+
     weights = 0
-    for member in unit.members:
+    shared = shared_scale(unit, files) if unit.kind == "share" else None
+    for number, member in enumerate(unit.members):
         codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
         if member.weight.more.blocked:
             _write_planes(plan, member, files, lambda tile: tile)
@@ -309,16 +316,21 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
             write_all(files.output(plane.shard), grid.astype("<f4").tobytes(), plane.begin)
         else:
             _copy_rows(member.codes, files.output(codes.shard), codes.begin, files)
-            _copy_rows(_planes(member), files.output(plane.shard), plane.begin, files)
+            if shared is None:
+                _copy_rows(_planes(member), files.output(plane.shard), plane.begin, files)
+            else:
+                for first, tile in row_tiles(_planes(member), files):
+                    moved = shared.tables[number][tile]
+                    write_all(files.output(plane.shard), moved, plane.begin + first * tile.shape[1])
         if member.weight.more.blocked and member.out_global is not None:  # ggml's NVFP4 has no second scale
             _write_scalar(plan, member.out_global, np.float32(1.0), files)
-        for tensor, out in ((member.weight.scalar, member.out_global), (member.weight.input, member.out_input)):
-            if tensor is not None and out is not None:
-                scalar = read_scalar(tensor, files, member.start // member.weight.rows)
-                turn = member.weight.more.reciprocal != member.form.reciprocal
-                _write_scalar(plan, out, turned_over(scalar) if turn else scalar, files)
+        elif member.weight.scalar is not None and member.out_global is not None:
+            own = read_scalar(member.weight.scalar, files, member.start // member.weight.rows)
+            scalar = own if shared is None else shared.stored
+            turn = member.weight.more.reciprocal != member.form.reciprocal
+            _write_scalar(plan, member.out_global, turned_over(scalar) if turn else scalar, files)
         weights += member.form.rows * member.form.cols
-    return {"group": unit.group, "copied": weights}
+    return {"group": unit.group, "copied": weights} | ({"shared": shared.moved} if shared else {})
 
 
 def _transpose_planes(plan: Places, member: Member, files: Opened) -> None:
@@ -447,7 +459,8 @@ def _write_fp8(plan: Places, member: Member, files: Opened) -> None:
             block_amax(tile, form.block, grid, first)
     scales = fp8_scales(grid)
     # modelopt divides a BF16 tensor by a 0-d scale: torch rounds that quotient to the tensor's own type
-    plain = member.weight.codes.dtype if member.weight.format == "plain" and grid.size == 1 else ""
+    scalar = out_scales.shape in ((), (1,))
+    plain = member.weight.codes.dtype if member.weight.format == "plain" and scalar else ""
     narrow: dict[str, Quotient] = {"BF16": "bf16", "F16": "f16"}
     fd = files.output(out_codes.shard)
     for first, tile in _float_tiles(member, files):

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import SourceWeight
-from requant.convert.layouts.writing import FUSED_SETS, fuse_key
+from requant.convert.layouts.writing import STRICT_LEAVES, fuse_key
 from requant.convert.rules import Decision
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
@@ -44,8 +44,6 @@ CONVERSIONS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
 """(source format, target format) -> the scale choices there are. The same format on both sides, FP8 with the same
 blocks, is copied and not computed."""
 
-_STRICT_SETS: Final = FUSED_SETS[:4]
-"""Those that every runtime fuses; the linear-attention projections are fused by some."""
 _EXPERT: Final = re.compile(r"^(?P<parent>.*\bexperts)\.(?:\d+\..+|gate_up_proj|down_proj)$")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed)$")
 
@@ -270,11 +268,10 @@ def _refuse_split(
     gguf: bool,
 ) -> None:
     """Weights that every runtime fuses must end in one format, made from one format by one choice of scales."""
-    leaves = {leaf for fused in _STRICT_SETS for leaf in fused}
     first: dict[str, tuple[SourceWeight, tuple[str, ...]]] = {}
     for weight, conversion in zip(weights, settled, strict=True):
         module = weight[0]
-        if module.rpartition(".")[2] not in leaves or (conversion is None and decisions[module].to == "drop"):
+        if module.rpartition(".")[2] not in STRICT_LEAVES or (conversion is None and decisions[module].to == "drop"):
             continue
         fate = _fate(weight, conversion, gguf)
         one, theirs = first.setdefault(fuse_key(module), (weight, fate))

@@ -40,6 +40,8 @@ class InputScales:
         """Of the calibration, for units that need more of it."""
         self.explicit = False
         """Whether the manifest itself says where the scales come from; else a source's own are carried over."""
+        self.measured = False
+        """Whether they come from another checkpoint or a calibration, and not from a constant."""
 
     @classmethod
     def none(cls) -> Self:
@@ -57,6 +59,7 @@ class InputScales:
             scales._later = True
         else:
             scales = cls._measured(calibration)
+        scales.measured = wanted is not None or isinstance(manifest.activations.input_scale, FromCheckpoint)
         scales.explicit = wanted is not None or "input_scale" in manifest.activations.model_fields_set
         return scales
 

@@ -168,9 +168,8 @@ def _modelopt(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
     """modelopt 0.47's two forms of the same statement."""
     ignore = exclude_modules(plain_modules(plan), plan.converted)
     kv = kv_algo(plan)
-    per_channel = plan.target_format == "fp8" and any(f.block[0] == 1 for f in formats_of(plan)["fp8"])
-    names = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4", "fp8": "FP8"}
-    algo = "FP8_PER_CHANNEL_PER_TOKEN" if per_channel else names[plan.target_format]
+    names = {"nvfp4": "NVFP4", "nvfp4-w4a16": "W4A16_NVFP4", "mxfp4": "mxfp4"}
+    algo = names.get(plan.target_format) or _fp8_algo(formats_of(plan)["fp8"][0])
     nested: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": kv}
     flat: dict[str, Any] = {}
     if "NVFP4" in algo:
@@ -183,6 +182,12 @@ def _modelopt(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
         flat["kv_cache_scheme"] = dict(_FP8_KV) if kv == "FP8" else kv
     flat |= {"ignore": ignore, "quant_algo": algo, "producer": producer(), "quant_method": "modelopt"}
     return flat, {"producer": producer(), "quantization": nested}
+
+
+def _fp8_algo(form: Form) -> str:
+    """modelopt's name by the shape of the weight's scale: one, [N], or [N/128, 1, K/128, 1]."""
+    ranks = {0: "FP8", 1: "FP8_PER_CHANNEL_PER_TOKEN", 4: "fp8_pb_wo"}
+    return ranks[len(form.scales.shape) if form.scales else 0]
 
 
 def _mixed_formats(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -340,7 +345,8 @@ def _ct_fp4(plan: Plan, number: str) -> tuple[str, dict[str, Any], dict[str, Any
 
 
 def _ct_fp8(form: Form) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Weights per tensor, channel or block; activations scaled anew for every token."""
+    """Weights per tensor, channel or block; activations by the scale that stands beside, or anew for every token."""
+    static = form.input_scale is not None
     grain = {1: "channel", form.rows: "tensor"}.get(form.block[0], "block")
     weights: dict[str, Any] = {
         "num_bits": 8,
@@ -353,9 +359,9 @@ def _ct_fp8(form: Form) -> tuple[str, dict[str, Any], dict[str, Any]]:
     activations: dict[str, Any] = {
         "num_bits": 8,
         "type": "float",
-        "strategy": {"tensor": "tensor", "channel": "token"}.get(grain, "group"),
+        "strategy": "tensor" if static else {"tensor": "tensor", "channel": "token"}.get(grain, "group"),
         "symmetric": True,
-        "dynamic": True,
+        "dynamic": not static,
         **({"group_size": form.block[1]} if grain == "block" else {}),
     }
     return "float-quantized", weights, activations

@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from requant.convert.activation_scales import refuse_half
 from requant.convert.checkpoint import Catalogue
 from requant.convert.conversions import Conversion, is_copy, settle
 from requant.convert.decode import code_rows, scale_rows, source_nbytes
@@ -27,6 +28,7 @@ from requant.convert.placement import OutShard, OutTensor, OutTensors, place
 from requant.convert.rules import Decision, RuleUse, decide, module_of, refuse_idle
 from requant.convert.scalars import turned_over
 from requant.convert.shards import DTYPE_BITS, TensorInfo
+from requant.convert.unit_kinds import is_fusing, kind_of, refuse_partly_static, takes_input
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import Manifest
 
@@ -74,7 +76,8 @@ class Member(NamedTuple):
 
 
 class GroupUnit(NamedTuple):
-    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `relayout` (FP4 as it is), `encode` (from floats).
+    """A fused group to compute. kind: `repack` (MXFP4 -> NVFP4), `relayout` (FP4 or FP8 as it is), `share` (NVFP4 as it
+    is, but under one global scale), `encode` (from floats).
 
     calibration: the file of measurements that scale or rounding rest on, or "".
     """
@@ -153,20 +156,22 @@ class Plan:
             digest.update(f"{source.file} {source.size} {source.header_sha256}\n".encode())
         for rule in self.manifest.layers:
             digest.update(f"{rule.match} {rule.to} {rule.scale} {rule.granularity} {rule.rounding}\n".encode())
-        digest.update(f"{self.layout} {len(self.units)} {self.input_scale_note}\n".encode())
+        digest.update(f"{self.layout} {len(self.units)} {self.input_scale_note} {is_fusing(self.manifest)}\n".encode())
         return digest.hexdigest()
 
 
 class _Builder:
     """Collects output tensors and units in source order.
 
-    modules, leaves: of the output tensors, side by side; two lists are lighter than a million pairs.
+    modules, leaves: of the output tensors, side by side; two lists are lighter than a million pairs. carried, given:
+    activation scales that are the source's own, and others.
     """
 
     def __init__(self) -> None:
         self.modules: list[str] = []
         self.leaves: list[Leaf] = []
         self.units: list[Unit] = []
+        self.carried = self.given = 0
         self._pieces: list[Piece] = []
         self._bytes = 0
         self._parts: set[str] = set()
@@ -195,7 +200,11 @@ class _Builder:
     def group(self, way: Way, parts: Sequence[Part], scales: InputScales) -> None:
         """A fused group with its constants (activation scale) and its share of stacked biases."""
         kind, scale, rounding = way
-        own = kind == "relayout" and not scales.explicit
+        own = not scales.explicit
+        if kind == "share" and len(parts) == 1:
+            kind = "relayout"
+        if own and kind != "relayout" and any(part.form.input_scale for part in parts):
+            refuse_half(parts[0].group, [part.weight for part in parts])
         members: list[Member] = []
         open_ones: list[Part] = []
         nbytes = 0
@@ -214,6 +223,8 @@ class _Builder:
                 open_ones.append(part)
             self._parts.add(module)
             nbytes += source_nbytes(weight, form.rows)
+            self.carried += carried is not None
+        self.given += len(open_ones)
         self._bare |= not parts[0].form.codes.suffix
         file = scales.file if scale == "weighted" or rounding == "gptq" else ""
         self.units.append(GroupUnit(kind, scale, parts[0].group, tuple(members), nbytes, rounding, file))
@@ -231,6 +242,16 @@ class _Builder:
         """An output tensor that needs no computing."""
         self._copied.append(len(self.leaves))
         self.piece(self.add(module, leaf), source)
+
+    def note(self, scales: InputScales) -> str:
+        """Where the activation scales come from, in one line."""
+        if not self.carried:
+            return scales.note
+        return f"the source's own, else {scales.note}" if self.given else "the source's own"
+
+    def forms(self) -> list[tuple[str, Form]]:
+        """(module, form) of everything that is converted."""
+        return [(m.module, m.form) for unit in self.units if isinstance(unit, GroupUnit) for m in unit.members]
 
     def refuse_twins(self) -> None:
         """UsageError if two origins would write one tensor."""
@@ -317,6 +338,7 @@ def make_plan(
         mates[module] = group = by_group.setdefault(fuse_key(module), [])
         group.append(conversion)
     uses = [RuleUse() for _ in manifest.layers]
+    fusing = is_fusing(manifest)
     builder, dropped, converted = _Builder(), list[str](), list[str]()
     weight, module, decision = None, "", Decision("keep", -1)
     for tensor in _in_file_order(catalogue):
@@ -335,8 +357,9 @@ def make_plan(
         elif members:  # the first tensor of its fused group, which takes this place
             groups: dict[str, tuple[Way, list[Part]]] = {}
             for member in members:
-                for part in parts_of(member.weight, member.target, target.layout, with_input, member.granularity):
-                    way = (_kind(member.weight, part.form), member.scale, member.rounding)
+                static = with_input and takes_input(manifest, member, scales)
+                for part in parts_of(member.weight, member.target, target.layout, static, member.granularity):
+                    way = (kind_of(member.weight, part, fusing), member.scale, member.rounding)
                     known, parts = groups.setdefault(part.group, (way, []))
                     _refuse_mixed(part.group, way, known)
                     parts.append(part)
@@ -349,6 +372,8 @@ def make_plan(
     for name, value in scales.kv_scales(manifest, catalogue):
         builder.copy(name, leaf_of("", "F32", ()), struct.pack("<f", value))
     builder.flush()
+    if manifest.target.layout == "compressed-tensors":
+        refuse_partly_static(builder.forms())
     builder.refuse_twins()
     scales.refuse_missing()
     shards, tensors = place(builder.modules, builder.leaves, manifest.target.shard_size)
@@ -365,7 +390,7 @@ def make_plan(
         converted=tuple(converted),
         dropped=tuple(dropped),
         target_format=manifest.target.format,
-        input_scale_note=scales.note,
+        input_scale_note=builder.note(scales),
     )
 
 
@@ -378,14 +403,6 @@ def _refuse_mixed(group: str, one: Way, other: Way) -> None:
             where=f"fused group {group}",
             hint="runtimes load these weights as one: convert them by one rule, or keep them all",
         )
-
-
-def _kind(weight: SourceWeight, form: Form) -> str:
-    """How a unit of it is done."""
-    if (weight.format, form.number) == ("mxfp4", "nvfp4"):
-        return "repack"
-    same = weight.format == form.number and weight.format in ("mxfp4", "nvfp4", "fp8")
-    return "relayout" if same and weight.more.block == form.block else "encode"
 
 
 def _in_file_order(catalogue: Catalogue) -> Iterable[TensorInfo]:

@@ -68,11 +68,15 @@ def read_whole(tensor: TensorInfo, files: Opened) -> NDArray[np.uint8]:
 
 def read_scalar(tensor: TensorInfo, files: Opened, index: int = 0) -> np.float32:
     """A scale that is one number (or the one of an expert). SourceError unless it is finite and positive."""
-    values: NDArray[Any] = read_whole(tensor, files).view("<f4")
+    raw = read_whole(tensor, files)
+    if tensor.dtype == "BF16":
+        values: NDArray[Any] = (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = raw.view("<f2" if tensor.dtype == "F16" else "<f4")
     value = np.float32(values[min(index, len(values) - 1)])
     if not (math.isfinite(value) and value > 0):
         raise SourceError(
-            f"global scale is {value!r}",
+            f"{'activation' if 'input' in tensor.name else 'global'} scale is {value!r}",
             where=f"{tensor.file}: {tensor.name}",
             hint="it must be finite and positive: the checkpoint is damaged, or its quantization failed",
         )

@@ -157,7 +157,8 @@ class LayerRule(Section):
     granularity: Granularity | None = Field(
         default=None,
         description="With `to: fp8`, what one scale covers: the tensor (default of layout modelopt), each output "
-        "channel (of compressed-tensors), or each block of 128 x 128 (of deepseek-v3).",
+        "channel (of compressed-tensors), or each block of 128 x 128 (of deepseek-v3; of modelopt the "
+        "weight-only FP8_PB_WO).",
     )
     optional: Flag = Field(
         default=False, description="Without it, a rule that matches no module of the checkpoint is an error."

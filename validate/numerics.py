@@ -24,6 +24,7 @@ from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import NumericsGate
 from requant.validate.collector import Collector
+from requant.validate.modules import Module
 from requant.validate.numerics_blocks import Tally
 from requant.validate.numerics_compare import Result, compare, compare_copy, look_again
 from requant.validate.numerics_read import MappedReader
@@ -88,7 +89,7 @@ def check_numerics(
     "block_scales", "tensors": {"columns", "rows"}}. Never raises for what the folders hold.
     """
     started = time.perf_counter()
-    both = open_both(source, output)
+    both = open_both(source, output, complete=True)
     advance = _meter(progress, both.theirs.nbytes)
     before, after = MappedReader(both.theirs), MappedReader(both.ours)
     for copy in both.census.copies:
@@ -111,19 +112,32 @@ class Both:
     found: Collector
 
 
-def open_both(source: Path, output: Path) -> Both:
-    """Open both sides and pair their tensors, from headers alone."""
+def open_both(source: Path, output: Path, *, complete: bool = False) -> Both:
+    """Open both sides and pair their tensors, from headers alone; if both are complete, by their global scales too."""
     found, doubts = Collector(), Collector()
     theirs, ours = open_folder(source, doubts), open_folder(output, Collector())
     for finding in doubts.findings():
         if finding.rule in _SOURCE_FAULTS and finding.severity == "error":
             found.error(finding.rule, f"source: {finding.message}", where=finding.where, hint=finding.hint)
-    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output), (theirs.config, ours.config))
+    configs = (theirs.config, ours.config)
+    restated = _restated(theirs, ours) if complete else None
+    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output), configs, restated)
     _judge_census(census, found)
     groups: dict[str, list[Pair]] = {}
     for pair in census.pairs:
         groups.setdefault(pair.name, []).append(pair)
     return Both(theirs, ours, census, groups, found)
+
+
+def _restated(theirs: OpenedFolder, ours: OpenedFolder) -> Callable[[Module, Module], bool]:
+    """Whether two NVFP4 modules of the same names have different global scales."""
+    before, after = MappedReader(theirs), MappedReader(ours)
+
+    def differs(module: Module, origin: Module) -> bool:
+        one, other = module.global_scale, origin.global_scale
+        return one is not None and other is not None and after.scalar(one) != before.scalar(other)
+
+    return differs
 
 
 def judge_copy(wrong: str, name: str, found: Collector) -> None:

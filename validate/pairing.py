@@ -118,12 +118,14 @@ def pair_checkpoints(
     output: Mapping[str, Tensor],
     dropped_by: Callable[[str], str | None],
     configs: tuple[Mapping[str, object] | None, Mapping[str, object] | None] = (None, None),
+    restated: Callable[[Module, Module], bool] | None = None,
 ) -> Pairing:
     """Pair all tensors of two checkpoints.
 
     dropped_by(module) names the rule that drops a module, or None. configs: config.json of source and output, for what
-    tensors do not tell (FP8 blocks, GPTQ's zero points, how experts are stacked). Never raises for what the checkpoints
-    hold.
+    tensors do not tell (FP8 blocks, GPTQ's zero points, how experts are stacked). restated: whether a module of the
+    output that stands in the source under the same names has another global scale there, so that its numbers must be
+    compared and not its bytes. Never raises for what the checkpoints hold.
     """
     census = Pairing()
     ours, theirs = modules_of(output), modules_of(source)
@@ -132,7 +134,7 @@ def pair_checkpoints(
     for module in ours.values():
         if not _converted(module, theirs):
             continue
-        if not _kept(module, theirs, source):
+        if not _kept(module, theirs, source) or (restated is not None and restated(module, theirs[module.name])):
             _pair_module(module, theirs, census, claimed, covered, configs)
         elif (scale := theirs[module.name].input_scale) is not None and module.input_scale is None:
             census.converted.add(
@@ -357,6 +359,9 @@ def _pair_copies(
         if name in source:
             if name in census.converted:
                 census.leftover.append(name)
+            elif name.endswith(".input_scale") and source[name].dtype != tensor.dtype:
+                census.converted.add(name)  # widened: BF16 in some exports of compressed-tensors
+                census.added.append(name)
             else:
                 census.copies.append(Copy(source[name], tensor))
             continue

@@ -47,6 +47,7 @@ class More(NamedTuple):
     global scale is stored as 1/s2. offset: added to the zero points. rotary: heads whose rows llama.cpp keeps in
     another order, or 0. zeros, order: tensors of integer formats. extra: further tensors that a conversion uses up.
     blocked: FP4 codes and their scales lie block by block in one tensor, ggml's.
+    fp8_input: the activation scale beside FP4 codes is that of FP8 activations.
     """
 
     split: bool = False
@@ -59,6 +60,7 @@ class More(NamedTuple):
     order: TensorInfo | None = None
     extra: tuple[TensorInfo, ...] = ()
     blocked: bool = False
+    fp8_input: bool = False
 
 
 NOTHING_MORE: Final = More()

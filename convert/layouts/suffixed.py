@@ -13,13 +13,14 @@ One checkpoint may mix formats, so the tensors decide, module by module:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, Final, cast
 
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import NOTHING_MORE, More, SourceWeight
-from requant.convert.layouts.checks import check_fp8, check_int4, check_mxfp4, check_nvfp4, place
+from requant.convert.layouts.checks import FLOATS, check_fp8, check_int4, check_mxfp4, check_nvfp4, place
 from requant.convert.layouts.layout import Layout
 from requant.convert.shards import TensorInfo
 from requant.manifests.errors import SourceError
@@ -98,6 +99,12 @@ def fp8_weight(
     scales = next((catalogue.tensors[module + s] for s in suffixes if module + s in catalogue.tensors), None)
     own = check_fp8(codes, scales, " or ".join(module + s for s in suffixes), block)
     own_input = catalogue.tensors.get(f"{module}.input_scale")
+    if own_input is not None and (own_input.dtype not in FLOATS or math.prod(own_input.shape) != 1):
+        raise SourceError(
+            f"activation scale is {own_input.dtype} {list(own_input.shape)}, expected one float",
+            where=place(own_input),
+            hint="only static scales per tensor can be carried; drop it with a rule, or export the checkpoint again",
+        )
     rows, cols = codes.shape
     return SourceWeight(module, "fp8", rows, cols, codes, scales, input=own_input, more=More(block=own))
 
@@ -114,6 +121,7 @@ class Suffixed(Layout):
         block = block_size(catalogue)
         ends = {name.rpartition(".")[2] for name in catalogue.tensors}  # what no module has is not looked for
         own_inputs = tuple(suffix for suffix in self._input if suffix[1:] in ends)
+        direct = More(fp8_input=True) if self._fp8_activations(catalogue) else NOTHING_MORE
         for name, tensor in catalogue.tensors.items():
             if name.endswith(".weight_packed"):
                 module = name.removesuffix(".weight_packed")
@@ -124,7 +132,7 @@ class Suffixed(Layout):
                     yield self._fp4(catalogue, tensor, module, second, _RECIPROCAL, second[1:] in ends, own_inputs)
             elif name.endswith(".weight") and tensor.dtype in ("U8", "F4"):
                 second, module = ".weight_scale_2", name.removesuffix(".weight")
-                yield self._fp4(catalogue, tensor, module, second, NOTHING_MORE, second[1:] in ends, own_inputs)
+                yield self._fp4(catalogue, tensor, module, second, direct, second[1:] in ends, own_inputs)
             elif name.endswith(".weight") and tensor.dtype == "F8_E4M3":
                 yield fp8_weight(catalogue, tensor, name.removesuffix(".weight"), self._fp8_suffixes, block)
 
@@ -154,6 +162,10 @@ class Suffixed(Layout):
                 hint="convert the unquantized checkpoint instead",
             )
         return SourceWeight(module, "nvfp4", rows, cols, codes, scales, scalar=scalar, input=own_input, more=more)
+
+    def _fp8_activations(self, catalogue: Catalogue) -> bool:
+        """Whether activations beside NVFP4 weights are FP8: no tensor tells."""
+        return False
 
     @staticmethod
     def _int4(catalogue: Catalogue, codes: TensorInfo, module: str) -> SourceWeight:
@@ -229,6 +241,9 @@ class ModelOpt(Suffixed):
         if method in ("modelopt", "modelopt_mixed", None) and str(algo).lower() in MODELOPT_ALGOS:
             return f"quant_algo {algo}"
         return None
+
+    def _fp8_activations(self, catalogue: Catalogue) -> bool:
+        return str(quant_algo(catalogue)).lower() == "w4a8_nvfp4_fp8"
 
 
 class DeepSeekV3(Suffixed):

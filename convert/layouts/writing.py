@@ -15,9 +15,11 @@ MXFP4 is the same with U8 E8M0 scales [N, K/32] and no scalars. FP8 is `X.weight
 
 | layout             | per tensor                          | per channel               | per 128x128 block          |
 |--------------------|-------------------------------------|---------------------------|----------------------------|
-| modelopt           | `.weight_scale`, `.input_scale` F32 [] | `.weight_scale` F32 [N] | -                          |
+| modelopt           | `.weight_scale`, `.input_scale` F32 [] | `.weight_scale` F32 [N] | `.weight_scale` F32 [N/128, 1, K/128, 1] |
 | compressed-tensors | `.weight_scale` F32 [1]             | `.weight_scale` F32 [N, 1] | `.weight_scale` F32 grid  |
 | deepseek-v3        | -                                   | -                         | `.weight_scale_inv` F32 grid |
+
+compressed-tensors' first two also take a static `.input_scale` F32 [1]. Grids are divided up.
 
 BF16 is `X.weight`; gpt-oss's stack becomes `X` [E, K, N], as its unquantized checkpoints have it. Other stacked experts
 are cut into modules in every layout, as their producers' quantized exports are.
@@ -39,6 +41,7 @@ from requant.manifests.errors import UsageError
 __all__ = [
     "FP8_BLOCK",
     "FUSED_SETS",
+    "STRICT_LEAVES",
     "Bias",
     "Form",
     "Leaf",
@@ -57,6 +60,10 @@ FUSED_SETS: Final[tuple[tuple[str, ...], ...]] = (
     ("in_proj_b", "in_proj_a"),
 )
 """Modules that vLLM 0.32 and SGLang 0.5.23 load into one tensor (packed_modules_mapping), so one global scale."""
+
+STRICT_SETS: Final = FUSED_SETS[:4]
+"""Those that every runtime fuses; the linear-attention projections are fused by some."""
+STRICT_LEAVES: Final = frozenset(leaf for fused in STRICT_SETS for leaf in fused)
 
 _SET_OF: Final = {leaf: "+".join(group) for group in FUSED_SETS for leaf in group}
 
@@ -188,6 +195,7 @@ def _fp8_form(rows: int, cols: int, layout: str, with_input_scale: bool, granula
     shapes: dict[tuple[str, str], tuple[int, ...]] = {
         ("modelopt", "tensor"): (),
         ("modelopt", "channel"): (rows,),
+        ("modelopt", "block"): (grid[0], 1, grid[1], 1),
         ("compressed-tensors", "tensor"): (1,),
         ("compressed-tensors", "channel"): (rows, 1),
         ("compressed-tensors", "block"): grid,
@@ -199,12 +207,12 @@ def _fp8_form(rows: int, cols: int, layout: str, with_input_scale: bool, granula
         raise UsageError(
             f"target.layout {layout} has no FP8 with one scale per {granularity}",
             where="layers",
-            hint=f"it takes granularity: {' or '.join(choices) or 'none'}; layout deepseek-v3 or compressed-tensors "
-            "takes blocks",
+            hint=f"it takes granularity: {' or '.join(choices) or 'none'}",
         )
     scales = leaf_of(".weight_scale_inv" if layout == "deepseek-v3" else ".weight_scale", "F32", shape)
-    static = layout == "modelopt" and granularity == "tensor" and with_input_scale
-    own_input = leaf_of(".input_scale", "F32", ()) if static else None
+    one = {("modelopt", "tensor"): (), ("compressed-tensors", "tensor"): (1,), ("compressed-tensors", "channel"): (1,)}
+    static = one.get((layout, granularity)) if with_input_scale else None
+    own_input = None if static is None else leaf_of(".input_scale", "F32", static)
     return Form("fp8", rows, cols, codes, scales, input_scale=own_input, block=blocks[granularity])
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from requant.kernels.reference import dequantize_mxfp4, dequantize_nvfp4
+from requant.validate.contract import check_contract
+from requant.validate.numerics import check_numerics
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens" / "modelopt"
 GPT_OSS_RULES = [{"match": "*.experts.*_proj", "to": "nvfp4"}, {"match": "*", "to": "keep"}]
@@ -160,6 +162,33 @@ def test_fp8_attention_beside_nvfp4_mlp_is_modelopts_mixed_precision(kit):
     for file, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
         mine, his = (json.loads((folder / file).read_text())[key] for folder in (output, golden))
         assert {k: v for k, v in mine.items() if k != "producer"} == {k: v for k, v in his.items() if k != "producer"}
+
+
+def test_fp8_in_blocks_is_modelopts_weight_only_export(kit):
+    """FP8_PB_WO: scales [N/128, 1, K/128, 1], ragged edges, and both config files."""
+    golden = GOLDENS / "llama_fp8_pb_wo"
+    rules = [{"match": "*_proj", "to": "fp8", "granularity": "block"}, {"match": "*", "to": "keep"}]
+    output, _ = kit.convert(GOLDENS / "_src_llama_144_bf16", rules, format="fp8")
+    same_file(output, golden, kit.load)
+    for file, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        mine, his = (json.loads((folder / file).read_text())[key] for folder in (output, golden))
+        assert {k: v for k, v in mine.items() if k != "producer"} == {k: v for k, v in his.items() if k != "producer"}
+    result = check_contract(output, ["vllm"])
+    assert [finding for finding in result.findings if finding.severity == "error"] == []
+    assert check_numerics(GOLDENS / "_src_llama_144_bf16", output, None).status == "passed"
+
+
+def test_fp8_blocks_of_modelopt_and_deepseek_are_the_same_bytes(kit):
+    """A re-layout moves codes and scales, and comes back."""
+    rules = [{"match": "*_proj", "to": "fp8", "granularity": "block"}, {"match": "*", "to": "keep"}]
+    golden = GOLDENS / "llama_fp8_pb_wo"
+    there, _ = kit.convert(golden, rules, output="there", format="fp8", layout="deepseek-v3")
+    ours, theirs = kit.load(there), kit.load(golden)
+    module = "model.layers.0.mlp.down_proj"
+    assert ours[f"{module}.weight"] == theirs[f"{module}.weight"]
+    assert ours[f"{module}.weight_scale_inv"] == ("F32", (2, 2), theirs[f"{module}.weight_scale"][2])
+    back, _ = kit.convert(there, rules, output="back", format="fp8")
+    same_file(back, golden, kit.load)
 
 
 def test_gpt_oss_by_way_of_bf16_is_modelopts_requantization(kit):

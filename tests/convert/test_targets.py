@@ -102,6 +102,7 @@ def test_mxfp4_changes_its_names_and_no_byte(kit):
 FP8 = {
     ("modelopt", "tensor"): (".weight_scale", lambda n, k: ()),
     ("modelopt", "channel"): (".weight_scale", lambda n, k: (n,)),
+    ("modelopt", "block"): (".weight_scale", lambda n, k: (-(-n // 128), 1, -(-k // 128), 1)),
     ("compressed-tensors", "tensor"): (".weight_scale", lambda n, k: (1,)),
     ("compressed-tensors", "channel"): (".weight_scale", lambda n, k: (n, 1)),
     ("compressed-tensors", "block"): (".weight_scale", lambda n, k: (-(-n // 128), -(-k // 128))),
@@ -136,6 +137,7 @@ def test_fp8_has_the_scale_of_every_block_and_the_nearest_codes(kit, layout, gra
     [
         ("modelopt", None, {"quant_algo": "FP8", "quant_method": "modelopt"}),
         ("modelopt", "channel", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+        ("modelopt", "block", {"quant_algo": "fp8_pb_wo", "quant_method": "modelopt"}),
         ("compressed-tensors", None, {"format": "float-quantized", "quant_method": "compressed-tensors"}),
         (
             "deepseek-v3",
@@ -160,7 +162,7 @@ def test_fp8_metadata_says_what_was_written(kit, layout, granularity, facts):
         assert quant["config_groups"]["group_0"]["input_activations"]["dynamic"] is True
 
 
-@pytest.mark.parametrize(("layout", "granularity"), [("modelopt", "block"), ("deepseek-v3", "tensor")])
+@pytest.mark.parametrize(("layout", "granularity"), [("deepseek-v3", "channel"), ("deepseek-v3", "tensor")])
 def test_a_granularity_that_the_layout_lacks_is_refused(kit, layout, granularity):
     rules = [{"match": "*_proj", "to": "fp8", "granularity": granularity}, KEEP]
     with pytest.raises(UsageError, match=f"{layout} has no FP8 with one scale per {granularity}"):

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]
-pytest.importorskip("s3fs")
 
 TESTS = Path(__file__).resolve().parents[1]
 SOURCE, REPO, PR = "upstream/tiny", "tester/tiny-mxfp4", "refs/pr/1"

@@ -39,14 +39,20 @@ struct Map {  // byte i: the new magnitude code of code i (0-3 in low), or whate
   uint32_t low, high;
 };
 
-// A lossy half under p = -9 - shift has a value of twice(code) half steps, and the byte's candidates are
-// twice(q) * byte << shift (E4M3 bytes up to 15 are multiples of 2^-9). Past 24 all rounds to zero, so 12 + 6 + 3 + 1
-// pairs of shift and byte are all there is to try; for each the compiler works out the nearest codes and their errors.
+// A lossy half under p = -9 - shift holds values of twice(code) half steps of its source; the scale byte b (a multiple of
+// 2^-9, up to 15) offers twice(q) * (b << shift). Past 24 all rounds to zero, so shifts of 1 to 4 are all there are, and
+// among the bytes the least squares always end at b = 1: its error is the least code by code (proven below).
+constexpr int FITS = 4;
+
+constexpr int miss_of(unsigned code, int step) {
+  const int miss = distance(twice(code), twice(nearest(twice(code), step)) * step);
+  return miss * miss;
+}
 
 struct Tables {
-  Map shifted[7];            // codes times 2^(i - 3)
-  Map fitted[22], error[22];  // by first[shift] + byte - 1; errors squared, in half source steps
-  int first[6];               // for shift 1..4; first[5] is the end
+  Map shifted[7];               // codes times 2^(i - 3)
+  Map fitted[FITS], error[FITS];  // under b = 1, by shift - 1; errors squared, in half source steps
+  uint32_t gained[FITS];          // bit per code: its error is less than that of a zero in its place
 };
 
 constexpr void put(Map& map, unsigned code, unsigned value) {
@@ -61,19 +67,25 @@ constexpr Tables make_tables() {
       for (unsigned q = 1; q < 8; ++q)
         if (twice(q) == moved) put(made.shifted[shift + 3], code, q);  // read only where the shift is exact
     }
-  for (int shift = 1; shift <= 4; ++shift) {
-    made.first[shift + 1] = made.first[shift] + (24 >> shift);
-    for (int byte = 1; byte << shift <= 24; ++byte)
-      for (unsigned code = 0; code < 8; ++code) {
-        const int at = made.first[shift] + byte - 1, step = byte << shift;
-        const unsigned q = nearest(twice(code), step);
-        const int miss = distance(twice(code), twice(q) * step);
-        put(made.fitted[at], code, q);
-        put(made.error[at], code, static_cast<unsigned>(miss * miss));
-      }
-  }
+  for (int shift = 1; shift <= FITS; ++shift)
+    for (unsigned code = 0; code < 8; ++code) {
+      put(made.fitted[shift - 1], code, nearest(twice(code), 1 << shift));
+      put(made.error[shift - 1], code, static_cast<unsigned>(miss_of(code, 1 << shift)));
+      if (miss_of(code, 1 << shift) < twice(code) * twice(code)) made.gained[shift - 1] |= 1u << code;
+    }
   return made;
 }
+
+constexpr bool byte_one_is_best() {
+  for (int shift = 1; shift < 8; ++shift)
+    for (int byte = 1; byte << shift <= 48; ++byte)
+      for (unsigned code = 0; code < 8; ++code)
+        if (miss_of(code, byte << shift) < miss_of(code, 1 << shift)) return false;
+  for (unsigned code = 0; code < 8; ++code)
+    if (miss_of(code, 1 << (FITS + 1)) < twice(code) * twice(code)) return false;  // from here on zeros are as good
+  return true;
+}
+static_assert(byte_one_is_best(), "a search over scale bytes would be needed");
 
 constexpr Tables HOST_TABLES = make_tables();
 #ifdef __CUDACC__
@@ -90,24 +102,39 @@ FP4_HD const Tables& tables() {
 
 // --- the rules -------------------------------------------------------------------------------------------------------
 
+// The bits of 16 magnitudes, plane by plane: bit 4i of a plane for code i of the first word, bit 4i + 1 for the second.
+struct Planes {
+  uint32_t b0, b1, b2;
+};
+
+FP4_HD Planes planes_of(uint64_t half) {
+  constexpr uint32_t FIRST = 0x11111111u, SECOND = 0x22222222u;
+  const uint32_t a = static_cast<uint32_t>(half), b = static_cast<uint32_t>(half >> 32);
+  return {(a & FIRST) | (b << 1 & SECOND), (a >> 1 & FIRST) | (b & SECOND), (a >> 2 & FIRST) | (b >> 1 & SECOND)};
+}
+
 // How often every nonzero magnitude of 16 codes halves and doubles exactly; 0, 0 where all are zero.
 struct Limits {
   int halvings, doublings;
   bool live;
 };
 
-FP4_HD Limits limits_of(uint64_t half) {
-  constexpr uint64_t ONES = 0x1111111111111111ull;
-  const uint64_t b0 = half & ONES, b1 = half >> 1 & ONES, b2 = half >> 2 & ONES;
+FP4_HD Limits limits_of(const Planes& of) {
+  const uint32_t b0 = of.b0, b1 = of.b1, b2 = of.b2;
   Limits found;
   found.live = (b0 | b1 | b2) != 0;
   // halve: .5, 1.5 not at all; 1, 3 once; 2, 6 twice; 4 three times (to .5)
-  const uint64_t never = ~b2 & b0, once = (~b2 & b1 & ~b0) | (b2 & ~b1 & b0), two = (b2 & b1 & b0) | (b2 & ~b1 & ~b0);
+  const uint32_t never = ~b2 & b0, once = (~b2 & b1 & ~b0) | (b2 & ~b1 & b0), two = (b2 & b1 & b0) | (b2 & ~b1 & ~b0);
   found.halvings = never ? 0 : once ? 1 : two ? 2 : found.live ? 3 : 0;
   // double: 4, 6 not at all; 2, 3 once; 1, 1.5 twice; .5 three times
   found.doublings = (b2 & b1) ? 0 : b2 ? 1 : b1 ? 2 : found.live ? 3 : 0;
   return found;
 }
+
+FP4_HD Limits limits_of(uint64_t half) { return limits_of(planes_of(half)); }
+
+// Some code of the 8 in a word is .5 or 1.5: a half with such a word does not halve.
+FP4_HD uint32_t not_halved(uint32_t codes) { return codes & ~(codes >> 2) & 0x11111111u; }
 
 struct Settled {
   int kind, exponent, shift;
@@ -151,14 +178,6 @@ FP4_HD uint64_t map_codes(uint64_t half, const Map& map) {
   return out;
 }
 
-FP4_HD uint32_t count_bits(uint64_t mask) {
-#ifdef __CUDA_ARCH__
-  return static_cast<uint32_t>(__popcll(static_cast<long long>(mask)));
-#else
-  return static_cast<uint32_t>(__builtin_popcountll(mask));
-#endif
-}
-
 // Sum of products of four unsigned bytes.
 FP4_HD uint32_t dot_unsigned(uint32_t a, uint32_t b, uint32_t sum) {
 #ifdef __CUDA_ARCH__
@@ -169,29 +188,37 @@ FP4_HD uint32_t dot_unsigned(uint32_t a, uint32_t b, uint32_t sum) {
 #endif
 }
 
-struct Fit {
-  uint32_t byte, error;
-  int at;  // in the tables; -1: every code becomes zero
-};
+// Which magnitudes occur in a half, bit i for code i; not the zero.
+FP4_HD uint32_t codes_in(const Planes& of) {
+  const uint32_t b0 = of.b0, b1 = of.b1, b2 = of.b2;
+  uint32_t found = 0;
+  found |= (b0 & ~b1 & ~b2) != 0 ? 2u : 0u;
+  found |= (b1 & ~b0 & ~b2) != 0 ? 4u : 0u;
+  found |= (b0 & b1 & ~b2) != 0 ? 8u : 0u;
+  found |= (b2 & ~b0 & ~b1) != 0 ? 16u : 0u;
+  found |= (b2 & b0 & ~b1) != 0 ? 32u : 0u;
+  found |= (b2 & b1 & ~b0) != 0 ? 64u : 0u;
+  found |= (b2 & b1 & b0) != 0 ? 128u : 0u;
+  return found;
+}
 
-// Least squares for a lossy half, p < -9; the smallest byte wins a tie (repack_jit._fit).
-FP4_HD Fit fit(uint64_t half, int p) {
-  constexpr uint64_t ONES = 0x1111111111111111ull;
-  const uint64_t b0 = half & ONES, b1 = half >> 1 & ONES, b2 = half >> 2 & ONES;
-  const uint32_t low = count_bits(b0 & ~b1 & ~b2) << 8 | count_bits(b1 & ~b0 & ~b2) << 16 |
-                       count_bits(b0 & b1 & ~b2) << 24;  // of a zero nothing is lost
-  const uint32_t high = count_bits(b2 & ~b0 & ~b1) | count_bits(b2 & b0 & ~b1) << 8 | count_bits(b2 & b1 & ~b0) << 16 |
-                        count_bits(b2 & b1 & b0) << 24;
-  Fit best{DEAD_BYTE, dot_unsigned(low, 0x09040100u, dot_unsigned(high, 0x90402410u, 0)), -1};  // squares of twice()
-  const int shift = -9 - p < 5 ? -9 - p : 5;
-  if (shift == 5) return best;
-  const int first = tables().first[shift], end = tables().first[shift + 1];
-  for (int at = first; at < end; ++at) {
-    const Map error = tables().error[at];
-    const uint32_t sum = dot_unsigned(low, error.low, dot_unsigned(high, error.high, 0));
-    if (sum < best.error) best = {static_cast<uint32_t>(at - first + 1), sum, at};
-  }
-  return best;
+// Least squares for a lossy half, p < -9 (repack_jit._fit): the index of its maps (its byte is 1), or -1: all zero, 0x08.
+FP4_HD int fit(const Planes& half, int p) {
+  const int shift = -9 - p;
+  return shift <= FITS && (tables().gained[shift - 1] & codes_in(half)) ? shift - 1 : -1;
+}
+
+FP4_HD unsigned fitted_byte(int at) { return at < 0 ? DEAD_BYTE : 1u; }
+
+// Its squared error, in half steps of the source.
+FP4_HD uint32_t fit_error(uint64_t half, int at) {
+  const Map squares{0x09040100u, 0x90402410u};  // of twice(), where every code becomes zero
+  const Map error = at < 0 ? squares : tables().error[at];
+  uint32_t sum = 0;
+  FP4_UNROLL
+  for (int i = 0; i < 4; ++i)
+    sum = dot_unsigned(look_up(error, static_cast<uint32_t>(half >> (16 * i)) & 0x7777u), 0x01010101u, sum);
+  return sum;
 }
 
 struct Tally {  // halves; those that are in none of these kept codes and value
@@ -199,24 +226,20 @@ struct Tally {  // halves; those that are in none of these kept codes and value
 };
 
 // A half that loses bits: the scale byte with the least squared error, and the codes nearest under it.
-FP4_HD unsigned settle_lossy(uint64_t& half, int p, Tally& tally) {
-  const Fit best = fit(half, p);
-  half = best.at < 0 ? half & 0x8888888888888888ull : map_codes(half, tables().fitted[best.at]);
+FP4_HD unsigned settle_lossy(uint64_t& half, const Planes& planes, int p, Tally& tally) {
+  const int at = fit(planes, p);
+  half = at < 0 ? half & 0x8888888888888888ull : map_codes(half, tables().fitted[at]);
   ++tally.lossy;
-  tally.below += best.byte < 8;
-  return best.byte;
+  tally.below += at >= 0;
+  return fitted_byte(at);
 }
 
-// One half by the table of repack_jit.py; returns its scale byte and rewrites its codes.
-FP4_HD unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
-  const Limits found = limits_of(half);
-  if (!found.live) return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
-  const Settled way = settle(p, found);
+// A live half that keeps its values, or cannot be (counted; m is too small).
+FP4_HD unsigned settle_exact(uint64_t& half, const Settled& way, Tally& tally) {
   if (way.kind == IMPOSSIBLE) {
     ++tally.impossible;
     return DEAD_BYTE;
   }
-  if (way.kind == LOSSY) return settle_lossy(half, p, tally);
   const unsigned byte = pow2_byte(way.exponent);
   if (way.kind == SHIFT) {
     half = map_codes(half, tables().shifted[way.shift + 3]);
@@ -224,6 +247,15 @@ FP4_HD unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally
   }
   tally.below += byte < 8;
   return byte;
+}
+
+// One half by the table of repack_jit.py; returns its scale byte and rewrites its codes.
+FP4_HD unsigned settle_half(uint64_t& half, int p, bool dead_block, Tally& tally) {
+  const Planes planes = planes_of(half);
+  const Limits found = limits_of(planes);
+  if (!found.live) return p >= -6 && p <= 8 && !dead_block ? pow2_byte(p) : DEAD_BYTE;
+  const Settled way = settle(p, found);
+  return way.kind == LOSSY ? settle_lossy(half, planes, p, tally) : settle_exact(half, way, tally);
 }
 
 #ifdef __CUDACC__
@@ -241,107 +273,114 @@ __device__ __forceinline__ uint64_t half_of(const uint4& codes, int half) {
   return half ? static_cast<uint64_t>(codes.w) << 32 | codes.z : static_cast<uint64_t>(codes.y) << 32 | codes.x;
 }
 
-// Into a shared counter, once per warp.
-__device__ __forceinline__ void count_in(unsigned* total, unsigned mine) {
-  const unsigned sum = __reduce_add_sync(0xFFFFFFFFu, mine);
-  if (sum && threadIdx.x % 32 == 0) atomicAdd(total, sum);
+constexpr int REPACK_THREADS = 256, REPACK_BLOCKS = REPACK_THREADS * REPACK_UNROLL;  // of a CTA
+
+// A CTA's blocks, those of a thread REPACK_THREADS apart; `left` of them from the thread's first on.
+struct RepackTile {
+  const uint4* codes;
+  const uint8_t* scales;
+  uint4* out_codes;
+  uint16_t* out_scales;
+  int left;
+};
+
+__device__ __forceinline__ RepackTile tile_of(const RepackArgs& args) {
+  const size_t first = static_cast<size_t>(blockIdx.x) * REPACK_BLOCKS + threadIdx.x;
+  const size_t left = first < args.blocks ? args.blocks - first : 0;
+  return {args.codes + first, args.scales + first, args.out_codes + first, args.out_scales + first,
+          static_cast<int>(left < REPACK_BLOCKS ? left : REPACK_BLOCKS)};
 }
 
 // Step 1: every scale fits and no code is looked at (repack.window_scales).
-__global__ void __launch_bounds__(256) window_kernel(const RepackArgs args) {
-  const size_t stride = blockDim.x, first = blockIdx.x * stride * REPACK_UNROLL + threadIdx.x;
+__global__ void __launch_bounds__(REPACK_THREADS) window_kernel(const RepackArgs args) {
+  const RepackTile tile = tile_of(args);
+  uint4 codes[REPACK_UNROLL];
+  int scale[REPACK_UNROLL];
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i)
+    if (i * REPACK_THREADS < tile.left)
+      codes[i] = __ldcs(tile.codes + i * REPACK_THREADS), scale[i] = tile.scales[i * REPACK_THREADS];
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    if (i * REPACK_THREADS >= tile.left) continue;
+    __stcs(tile.out_codes + i * REPACK_THREADS, codes[i]);
+    tile.out_scales[i * REPACK_THREADS] = static_cast<uint16_t>((scale[i] - E8M0_BIAS - args.m + 7) * 0x808);
+  }
+}
+
+// Step 2: the table of repack_jit.py. A live block out of range costs two or three hundred instructions, and a warp pays
+// for them if one of its lanes does: so each warp queues such blocks in shared memory and settles them side by side, a
+// half per lane; their owners then write them as all others, 16 bytes each. Blocks a little under the range of which
+// neither half halves keep their codes and are not queued.
+__global__ void __launch_bounds__(REPACK_THREADS) halves_kernel(const RepackArgs args) {
+  constexpr int WARPS = REPACK_THREADS / 32, ROOM = 32 * REPACK_UNROLL;
+  __shared__ uint4 all_queues[WARPS][ROOM];         // codes of the blocks out of range
+  __shared__ int8_t all_exponents[WARPS][ROOM];     // their p, clamped: past 14 octaves under the range all is zero
+  __shared__ uint16_t all_scales[WARPS][ROOM];
+  __shared__ unsigned total[3];
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint4* const queue = all_queues[warp];
+  const RepackTile tile = tile_of(args);
   uint4 codes[REPACK_UNROLL];
   int scale[REPACK_UNROLL];
 FP4_UNROLL
   for (int i = 0; i < REPACK_UNROLL; ++i) {
-    const size_t block = first + i * stride;
-    if (block < args.blocks) codes[i] = __ldcs(args.codes + block), scale[i] = args.scales[block];
+    codes[i] = make_uint4(0, 0, 0, 0), scale[i] = 0;  // blocks past the end are dead
+    if (i * REPACK_THREADS < tile.left)
+      codes[i] = __ldcs(tile.codes + i * REPACK_THREADS), scale[i] = tile.scales[i * REPACK_THREADS];
   }
-FP4_UNROLL
-  for (int i = 0; i < REPACK_UNROLL; ++i) {
-    const size_t block = first + i * stride;
-    if (block >= args.blocks) continue;
-    const unsigned byte = static_cast<unsigned>(scale[i] - E8M0_BIAS - args.m + 7) << 3;
-    __stcs(args.out_codes + block, codes[i]);
-    args.out_scales[block] = static_cast<uint16_t>(byte | byte << 8);
-  }
-}
-
-// Step 2: the table of repack_jit.py. A live block out of range costs some 500 instructions, and a warp pays for them if
-// one of its lanes does: so such blocks are queued in shared memory and settled side by side, a half per thread, and the
-// halves that need a fit (half of the cost) once more apart. Their owners then write all blocks alike, 16 bytes each.
-__global__ void __launch_bounds__(256) halves_kernel(const RepackArgs args) {
-  constexpr int MOST = 256 * REPACK_UNROLL;
-  __shared__ uint4 queue[MOST];          // codes of the blocks out of range
-  __shared__ int8_t exponent[MOST];      // their p, clamped: past 14 octaves under the range all is zero
-  __shared__ uint16_t scale_out[MOST];
-  __shared__ uint16_t lossy[2 * MOST];   // halves that need a fit
-  __shared__ unsigned queued, fits, total[4];
-  const size_t stride = blockDim.x, first = blockIdx.x * stride * REPACK_UNROLL + threadIdx.x;
-  uint4 codes[REPACK_UNROLL];
-  int scale[REPACK_UNROLL], place[REPACK_UNROLL];
-FP4_UNROLL
-  for (int i = 0; i < REPACK_UNROLL; ++i) {
-    const size_t block = first + i * stride;
-    codes[i] = make_uint4(0, 0, 0, 0), scale[i] = 0;
-    if (block < args.blocks) codes[i] = __ldcs(args.codes + block), scale[i] = args.scales[block];
-  }
-  if (threadIdx.x == 0) queued = fits = 0;
-  if (threadIdx.x < 4) total[threadIdx.x] = 0;
+  if (threadIdx.x < 3) total[threadIdx.x] = 0;
   __syncthreads();
-FP4_UNROLL
-  for (int i = 0; i < REPACK_UNROLL; ++i) {
-    const size_t block = first + i * stride;
-    const int p = scale[i] - E8M0_BIAS - args.m;
-    const bool dead = ((codes[i].x | codes[i].y | codes[i].z | codes[i].w) & 0x77777777u) == 0;
-    const bool inside = p >= -6 && p <= 8, waits = !inside && !dead;  // blocks past the end are dead
-    const unsigned waiting = __ballot_sync(0xFFFFFFFFu, waits), lane = threadIdx.x % 32;
-    unsigned base = 0;
-    if (waiting && lane == 0) base = atomicAdd(&queued, static_cast<unsigned>(__popc(waiting)));
-    base = __shfl_sync(0xFFFFFFFFu, base, 0);
-    place[i] = waits ? static_cast<int>(base) + __popc(waiting & ((1u << lane) - 1)) : -1;
-    if (waits) {
-      queue[place[i]] = codes[i];
-      exponent[place[i]] = static_cast<int8_t>(p < -24 ? -24 : p > 24 ? 24 : p);
-    } else if (block < args.blocks) {
-      const unsigned byte = dead ? DEAD_BYTE : pow2_byte(p);
-      __stcs(args.out_codes + block, codes[i]);
-      args.out_scales[block] = static_cast<uint16_t>(byte | byte << 8);
-    }
-  }
-  __syncthreads();
-  if (queued == 0) return;
-  uint64_t* const halves = reinterpret_cast<uint64_t*>(queue);
-  uint8_t* const bytes = reinterpret_cast<uint8_t*>(scale_out);
   Tally tally;
-  for (unsigned at = threadIdx.x; at < 2 * queued; at += blockDim.x) {
-    uint64_t half = halves[at];
-    const int p = exponent[at / 2];
-    const Limits found = limits_of(half);
-    if (found.live && settle(p, found).kind == LOSSY) {
-      lossy[atomicAdd(&fits, 1u)] = static_cast<uint16_t>(at);
-    } else {
-      bytes[at] = static_cast<uint8_t>(settle_half(half, p, false, tally));
-      halves[at] = half;
+  unsigned queued = 0;
+  int place[REPACK_UNROLL];
+FP4_UNROLL
+  for (int i = 0; i < REPACK_UNROLL; ++i) {
+    const uint4& c = codes[i];
+    const int p = scale[i] - E8M0_BIAS - args.m;
+    const bool dead = ((c.x | c.y | c.z | c.w) & 0x77777777u) == 0;
+    bool stays = dead || (p >= -6 && p <= 8);
+    unsigned byte = dead ? DEAD_BYTE : static_cast<unsigned>(p + 7) << 3;
+    if (!stays && p >= -9 && p < -6) {
+      stays = (not_halved(c.x) | not_halved(c.y)) != 0 && (not_halved(c.z) | not_halved(c.w)) != 0;
+      byte = 1u << (p + 9);
+      tally.below += stays ? 2 : 0;
     }
+    const unsigned waiting = __ballot_sync(0xFFFFFFFFu, !stays);
+    place[i] = -1;
+    if (!stays) {
+      place[i] = static_cast<int>(queued) + __popc(waiting & ((1u << lane) - 1));
+      queue[place[i]] = c;
+      all_exponents[warp][place[i]] = static_cast<int8_t>(p < -24 ? -24 : p > 24 ? 24 : p);
+    } else if (i * REPACK_THREADS < tile.left) {
+      __stcs(tile.out_codes + i * REPACK_THREADS, c);
+      tile.out_scales[i * REPACK_THREADS] = static_cast<uint16_t>(byte * 0x101);
+    }
+    queued += static_cast<unsigned>(__popc(waiting));
   }
-  __syncthreads();
-  for (unsigned at = threadIdx.x; at < fits; at += blockDim.x) {
-    const unsigned which = lossy[at];
-    bytes[which] = static_cast<uint8_t>(settle_lossy(halves[which], exponent[which / 2], tally));
+  __syncwarp();
+  uint64_t* const halves = reinterpret_cast<uint64_t*>(queue);
+  uint8_t* const bytes = reinterpret_cast<uint8_t*>(all_scales[warp]);
+  for (unsigned at = lane; at < 2 * queued; at += 32) {
+    uint64_t half = halves[at];
+    bytes[at] = static_cast<uint8_t>(settle_half(half, all_exponents[warp][at / 2], false, tally));
+    halves[at] = half;
   }
-  count_in(total + 0, tally.shifted), count_in(total + 1, tally.lossy);
-  count_in(total + 2, tally.below), count_in(total + 3, tally.impossible);
-  __syncthreads();
+  __syncwarp();
 FP4_UNROLL
   for (int i = 0; i < REPACK_UNROLL; ++i) {
     if (place[i] < 0) continue;
-    const size_t block = first + i * stride;
-    __stcs(args.out_codes + block, queue[place[i]]);
-    args.out_scales[block] = scale_out[place[i]];
+    __stcs(tile.out_codes + i * REPACK_THREADS, queue[place[i]]);
+    tile.out_scales[i * REPACK_THREADS] = all_scales[warp][place[i]];
   }
-  // One addition per CTA: one per warp to the same address would cost more than all the rest.
-  if (threadIdx.x < 4 && total[threadIdx.x])
+  // One addition per CTA: one per warp to the same address would cost more than all the rest. A warp's counts are at most
+  // 2 * ROOM, so three fit a word.
+  static_assert(2 * ROOM < 1024, "ten bits a count");
+  const unsigned counts = __reduce_add_sync(0xFFFFFFFFu, tally.shifted | tally.lossy << 10 | tally.below << 20);
+  if (lane < 3 && (counts >> (10 * lane) & 1023)) atomicAdd(total + lane, counts >> (10 * lane) & 1023);
+  if (tally.impossible) atomicAdd(args.counts + 3, static_cast<unsigned long long>(tally.impossible));
+  __syncthreads();
+  if (threadIdx.x < 3 && total[threadIdx.x])
     atomicAdd(args.counts + threadIdx.x, static_cast<unsigned long long>(total[threadIdx.x]));
 }
 
@@ -396,9 +435,9 @@ __global__ void __launch_bounds__(256) lossy_error_kernel(const uint4* codes, co
       if (!found.live) continue;
       const int kind = settle(p, found).kind;
       if (kind == LOSSY) {
-        const Fit best = fit(half, p);
-        atomicAdd(errors + scales[block], best.error);
-        if (best.byte < 8) atomicAdd(&below, 1u);
+        const int at = fit(planes_of(half), p);
+        atomicAdd(errors + scales[block], fit_error(half, at));
+        if (at >= 0) atomicAdd(&below, 1u);
       } else if (kind == IMPOSSIBLE) {
         atomicAdd(&impossible, 1u);
       }

@@ -180,7 +180,7 @@ def _refusal(path: Path, fmt: NumberFormat, n: int, k: int, grouped: bool) -> st
             return f"cuBLASLt's block scales are NVFP4's, not {fmt}'s"
         if k % 32 or n % 16:
             return f"cuBLASLt needs K % 32 = 0 and N % 16 = 0, not {n} x {k}"
-    if grouped and path in (Path.SCALED_MM, Path.DOT_SCALED, Path.W4A16_TRITON):
+    if grouped and path in (Path.SCALED_MM, Path.DOT_SCALED):
         return "it has no grouped form"
     return ""
 

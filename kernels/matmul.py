@@ -118,7 +118,8 @@ def grouped_matmul(
         y[routing.order] = rows
     else:
         ids = expert_ids.int().contiguous()
-        y = w4a16.w4a16_moe(x, weight.codes, weight.scales, weight.global_scale, ids, fmt=weight.format)
+        way = "cuda" if choice.path is Path.W4A16 else "triton"
+        y = w4a16.w4a16_moe(x, weight.codes, weight.scales, weight.global_scale, ids, fmt=weight.format, path=way)
     return Product(y.view(*expert_ids.shape, n), choice)
 
 

@@ -8,7 +8,7 @@ outputs that depend on them. The kernels for few tokens scale x to halves: it ma
 loss, and loses 2^-39 of its largest element beyond that. MXFP4 block scales from 2^-100 to 2^100 are exact.
 
 The kernel is csrc/w4a16*.cu*; w4a16_configs.py says which configuration runs; w4a16_library.py builds and loads it.
-Where there is no nvcc, kernels/triton/w4a16.py computes the dense product.
+Where there is no nvcc, kernels/triton/w4a16.py computes both.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ MINIMUM_CAPABILITY: Final = (8, 0)
 class MoeRouting:
     """Slots sorted by expert, for every GEMM of one layer: build it once with `route_experts`.
 
-    data: int32 on the GPU, layout in csrc/w4a16.cu. tokens x slots_per_token slots over `experts` experts.
+    data: int32 on the GPU, layout in csrc/w4a16.cu (triton: in triton/w4a16.py, which alone reads it). tokens x
+    slots_per_token slots over `experts` experts.
     """
 
     data: Tensor
     tokens: int
     slots_per_token: int
     experts: int
+    triton: bool = False
 
     @property
     def slots(self) -> int:
@@ -133,8 +135,8 @@ def w4a16_matmul(
     return out
 
 
-def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False) -> MoeRouting:
-    """Sort the slots of expert_ids [T, topk] int32 (CUDA, contiguous) by expert, stably.
+def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False, path: Path = "auto") -> MoeRouting:
+    """Sort the slots of expert_ids [T, topk] int32 (CUDA, contiguous) by expert, stably; for the GEMMs of that path.
 
     check: read the ids back and raise ValueError for one outside 0 .. experts-1 (this waits for the GPU). Without it
     the outputs of such a slot are NaN.
@@ -154,6 +156,10 @@ def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False) -> M
             raise ValueError(
                 f"expert_ids[{token}, {slot}] is {int(expert_ids[token, slot])}: experts run from 0 to {experts - 1}"
             )
+    if _use_triton(path):
+        from requant.kernels.triton.w4a16 import route
+
+        return MoeRouting(route(expert_ids, experts), tokens, per_token, experts, triton=True)
     size = lib.routing_ints(expert_ids.numel(), experts)
     data = torch.empty(size, dtype=torch.int32, device=expert_ids.device)
     if expert_ids.numel():
@@ -177,6 +183,7 @@ def w4a16_moe(
     out: Tensor | None = None,
     config: configs.Config | None = None,
     check: bool = False,
+    path: Path = "auto",
 ) -> Tensor:
     """One GEMM of a mixture of experts: y[t, j] = weights[t, j] * x_row @ W[expert_ids[t, j]]^T, in one launch.
 
@@ -194,7 +201,7 @@ def w4a16_moe(
         if expert_ids is None:
             raise ValueError("w4a16_moe needs expert_ids [T, topk], or a routing made from them by route_experts")
         _check_same_device("expert_ids", expert_ids, codes)
-        routing = route_experts(expert_ids, experts, check=check)
+        routing = route_experts(expert_ids, experts, check=check, path=path)
     if routing.experts != experts:
         raise ValueError(f"the routing is for {routing.experts} experts, the weight has {experts}")
     tokens, topk = routing.tokens, routing.slots_per_token
@@ -221,6 +228,15 @@ def w4a16_moe(
         _check_out(out, (tokens, topk, n), codes)
     if routing.slots == 0 or n == 0:
         return out
+    if _use_triton(path) is not routing.triton:
+        raise ValueError("the routing was made for another path: give route_experts the same `path`")
+    if routing.triton:
+        from requant.kernels.triton.w4a16 import moe
+
+        return moe(
+            x, codes, block_scales, global_scales, routing.data, routing.slots,
+            fmt=fmt, weights=weights, x_per_slot=x_per_slot, out=out,
+        )  # fmt: skip
     library, capability, processors = _device(codes)
     chosen = config or configs.choose_grouped(fmt, routing.slots, n, k, capability=capability, processors=processors)
     stream = torch.cuda.current_stream(x.device).cuda_stream

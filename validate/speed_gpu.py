@@ -204,9 +204,12 @@ def _time_grouped(path: Path, weight: Fp4Tensor, x: torch.Tensor, top_k: int) ->
     outputs = [torch.full((*i.shape, n), torch.nan, dtype=torch.bfloat16, device=_DEVICE) for i in ids]
 
     def call(w: Fp4Tensor, i: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
-        if path is Path.W4A16:
-            r = w4a16.route_experts(i, experts)
-            return lambda: w4a16.w4a16_moe(x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=r, out=y)
+        if path in (Path.W4A16, Path.W4A16_TRITON):
+            way = "cuda" if path is Path.W4A16 else "triton"
+            r = w4a16.route_experts(i, experts, path=way)
+            return lambda: w4a16.w4a16_moe(
+                x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=r, out=y, path=way
+            )
         rows = w4a4.route(i, experts)
         return lambda: y.view(-1, n).index_copy_(0, rows.order, w4a4.grouped_matmul(x, w, rows))
 

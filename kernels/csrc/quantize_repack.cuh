@@ -52,7 +52,6 @@ constexpr int miss_of(unsigned code, int step) {
 struct Tables {
   Map shifted[7];               // codes times 2^(i - 3)
   Map fitted[FITS], error[FITS];  // under b = 1, by shift - 1; errors squared, in half source steps
-  uint32_t gained[FITS];          // bit per code: its error is less than that of a zero in its place
 };
 
 constexpr void put(Map& map, unsigned code, unsigned value) {
@@ -71,18 +70,24 @@ constexpr Tables make_tables() {
     for (unsigned code = 0; code < 8; ++code) {
       put(made.fitted[shift - 1], code, nearest(twice(code), 1 << shift));
       put(made.error[shift - 1], code, static_cast<unsigned>(miss_of(code, 1 << shift)));
-      if (miss_of(code, 1 << shift) < twice(code) * twice(code)) made.gained[shift - 1] |= 1u << code;
     }
   return made;
 }
 
+// Of codes given as bit planes, those whose error under b = 1 is less than that of a zero in their place.
+FP4_HD constexpr uint32_t gaining(int shift, uint32_t b0, uint32_t b1, uint32_t b2) {
+  const uint32_t few = shift == 3 ? b2 & (b0 | b1) : shift == 4 ? b2 & b1 & b0 : 0;
+  return shift == 1 ? b1 | b2 : shift == 2 ? b2 | (b1 & b0) : few;
+}
+
 constexpr bool byte_one_is_best() {
   for (int shift = 1; shift < 8; ++shift)
-    for (int byte = 1; byte << shift <= 48; ++byte)
-      for (unsigned code = 0; code < 8; ++code)
-        if (miss_of(code, byte << shift) < miss_of(code, 1 << shift)) return false;
-  for (unsigned code = 0; code < 8; ++code)
-    if (miss_of(code, 1 << (FITS + 1)) < twice(code) * twice(code)) return false;  // from here on zeros are as good
+    for (unsigned code = 0; code < 8; ++code) {
+      const int error = miss_of(code, 1 << shift);
+      for (int byte = 1; byte << shift <= 48; ++byte)
+        if (miss_of(code, byte << shift) < error) return false;
+      if ((error < twice(code) * twice(code)) != (gaining(shift, code & 1, code >> 1 & 1, code >> 2) != 0)) return false;
+    }
   return true;
 }
 static_assert(byte_one_is_best(), "a search over scale bytes would be needed");
@@ -166,16 +171,25 @@ FP4_HD uint32_t look_up(const Map& map, uint32_t select) {
 #endif
 }
 
-// All 16 magnitudes through a map; signs kept.
+// Bytes of nibbles (0 to 7) of two words, packed: a's to the low half.
+FP4_HD uint32_t pack_nibbles(uint32_t a, uint32_t b) {
+  a |= a >> 4, b |= b >> 4;
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, b, 0x6420);
+#else
+  return (a & 0xFF) | (a >> 8 & 0xFF00) | (b & 0xFF) << 16 | (b >> 16 & 0xFF) << 24;
+#endif
+}
+
+// 8 magnitudes through a map; signs kept.
+FP4_HD uint32_t map_word(uint32_t codes, const Map& map) {
+  const uint32_t select = codes & 0x77777777u;
+  return (codes & 0x88888888u) | pack_nibbles(look_up(map, select & 0xFFFF), look_up(map, select >> 16));
+}
+
 FP4_HD uint64_t map_codes(uint64_t half, const Map& map) {
-  uint64_t out = half & 0x8888888888888888ull;
-  FP4_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    uint32_t bytes = look_up(map, static_cast<uint32_t>(half >> (16 * i)) & 0x7777u);
-    bytes |= bytes >> 4;
-    out |= static_cast<uint64_t>((bytes & 0xFF) | (bytes >> 8 & 0xFF00)) << (16 * i);
-  }
-  return out;
+  return static_cast<uint64_t>(map_word(static_cast<uint32_t>(half >> 32), map)) << 32 |
+         map_word(static_cast<uint32_t>(half), map);
 }
 
 // Sum of products of four unsigned bytes.
@@ -188,24 +202,9 @@ FP4_HD uint32_t dot_unsigned(uint32_t a, uint32_t b, uint32_t sum) {
 #endif
 }
 
-// Which magnitudes occur in a half, bit i for code i; not the zero.
-FP4_HD uint32_t codes_in(const Planes& of) {
-  const uint32_t b0 = of.b0, b1 = of.b1, b2 = of.b2;
-  uint32_t found = 0;
-  found |= (b0 & ~b1 & ~b2) != 0 ? 2u : 0u;
-  found |= (b1 & ~b0 & ~b2) != 0 ? 4u : 0u;
-  found |= (b0 & b1 & ~b2) != 0 ? 8u : 0u;
-  found |= (b2 & ~b0 & ~b1) != 0 ? 16u : 0u;
-  found |= (b2 & b0 & ~b1) != 0 ? 32u : 0u;
-  found |= (b2 & b1 & ~b0) != 0 ? 64u : 0u;
-  found |= (b2 & b1 & b0) != 0 ? 128u : 0u;
-  return found;
-}
-
 // Least squares for a lossy half, p < -9 (repack_jit._fit): the index of its maps (its byte is 1), or -1: all zero, 0x08.
 FP4_HD int fit(const Planes& half, int p) {
-  const int shift = -9 - p;
-  return shift <= FITS && (tables().gained[shift - 1] & codes_in(half)) ? shift - 1 : -1;
+  return gaining(-9 - p, half.b0, half.b1, half.b2) ? -10 - p : -1;
 }
 
 FP4_HD unsigned fitted_byte(int at) { return at < 0 ? DEAD_BYTE : 1u; }
@@ -318,8 +317,10 @@ __global__ void __launch_bounds__(REPACK_THREADS) halves_kernel(const RepackArgs
   __shared__ int8_t all_exponents[WARPS][ROOM];     // their p, clamped: past 14 octaves under the range all is zero
   __shared__ uint16_t all_scales[WARPS][ROOM];
   __shared__ unsigned total[3];
-  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, before = (1u << lane) - 1;
   uint4* const queue = all_queues[warp];
+  int8_t* const exponents = all_exponents[warp];
+  uint16_t* const scales = all_scales[warp];
   const RepackTile tile = tile_of(args);
   uint4 codes[REPACK_UNROLL];
   int scale[REPACK_UNROLL];
@@ -333,45 +334,44 @@ FP4_UNROLL
   __syncthreads();
   Tally tally;
   unsigned queued = 0;
-  int place[REPACK_UNROLL];
+  int out[REPACK_UNROLL];  // the two scale bytes, or -1 - its place in the queue
 FP4_UNROLL
   for (int i = 0; i < REPACK_UNROLL; ++i) {
     const uint4& c = codes[i];
     const int p = scale[i] - E8M0_BIAS - args.m;
     const bool dead = ((c.x | c.y | c.z | c.w) & 0x77777777u) == 0;
     bool stays = dead || (p >= -6 && p <= 8);
-    unsigned byte = dead ? DEAD_BYTE : static_cast<unsigned>(p + 7) << 3;
+    out[i] = dead ? DEAD_BYTE * 0x101 : (p + 7) * 0x808;
     if (!stays && p >= -9 && p < -6) {
       stays = (not_halved(c.x) | not_halved(c.y)) != 0 && (not_halved(c.z) | not_halved(c.w)) != 0;
-      byte = 1u << (p + 9);
+      out[i] = 0x101 << (p + 9);
       tally.below += stays ? 2 : 0;
     }
     const unsigned waiting = __ballot_sync(0xFFFFFFFFu, !stays);
-    place[i] = -1;
     if (!stays) {
-      place[i] = static_cast<int>(queued) + __popc(waiting & ((1u << lane) - 1));
-      queue[place[i]] = c;
-      all_exponents[warp][place[i]] = static_cast<int8_t>(p < -24 ? -24 : p > 24 ? 24 : p);
-    } else if (i * REPACK_THREADS < tile.left) {
-      __stcs(tile.out_codes + i * REPACK_THREADS, c);
-      tile.out_scales[i * REPACK_THREADS] = static_cast<uint16_t>(byte * 0x101);
+      const int place = static_cast<int>(queued) + __popc(waiting & before);
+      queue[place] = c;
+      exponents[place] = static_cast<int8_t>(p < -24 ? -24 : p > 24 ? 24 : p);
+      out[i] = -1 - place;
     }
     queued += static_cast<unsigned>(__popc(waiting));
   }
   __syncwarp();
   uint64_t* const halves = reinterpret_cast<uint64_t*>(queue);
-  uint8_t* const bytes = reinterpret_cast<uint8_t*>(all_scales[warp]);
+  uint8_t* const bytes = reinterpret_cast<uint8_t*>(scales);
   for (unsigned at = lane; at < 2 * queued; at += 32) {
     uint64_t half = halves[at];
-    bytes[at] = static_cast<uint8_t>(settle_half(half, all_exponents[warp][at / 2], false, tally));
+    bytes[at] = static_cast<uint8_t>(settle_half(half, exponents[at / 2], false, tally));
     halves[at] = half;
   }
   __syncwarp();
 FP4_UNROLL
   for (int i = 0; i < REPACK_UNROLL; ++i) {
-    if (place[i] < 0) continue;
-    __stcs(tile.out_codes + i * REPACK_THREADS, queue[place[i]]);
-    tile.out_scales[i * REPACK_THREADS] = all_scales[warp][place[i]];
+    if (out[i] < 0) codes[i] = queue[-1 - out[i]], out[i] = scales[-1 - out[i]];
+    if (i * REPACK_THREADS < tile.left) {
+      __stcs(tile.out_codes + i * REPACK_THREADS, codes[i]);
+      tile.out_scales[i * REPACK_THREADS] = static_cast<uint16_t>(out[i]);
+    }
   }
   // One addition per CTA: one per warp to the same address would cost more than all the rest. A warp's counts are at most
   // 2 * ROOM, so three fit a word.

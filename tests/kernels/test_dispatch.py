@@ -79,7 +79,9 @@ def test_experts_go_to_paths_with_a_grouped_form(chip):
     assert pick(grouped=True).path is Path.W4A4
     chip((9, 0), but=[Path.W4A16])
     assert pick().path is Path.W4A16_TRITON
-    with pytest.raises(KernelUnavailableError, match="w4a16-triton: it has no grouped form"):
+    assert pick(grouped=True).path is Path.W4A16_TRITON
+    chip((10, 0), but=[Path.W4A16, Path.W4A16_TRITON])
+    with pytest.raises(KernelUnavailableError, match="dot_scaled: it has no grouped form"):
         pick(grouped=True)
 
 

@@ -110,8 +110,9 @@ def test_wgmma_divides_the_work_in_any_way_and_converts_every_scale(fmt):
                 assert torch.equal(broken[:, keep], y[:, keep])
 
 
+@pytest.mark.parametrize("path", ["cuda", "triton"])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_grouped_is_within_the_bound_for_every_slot(fmt):
+def test_grouped_is_within_the_bound_for_every_slot(fmt, path):
     import torch
 
     torch.manual_seed(2)
@@ -123,8 +124,9 @@ def test_grouped_is_within_the_bound_for_every_slot(fmt):
             weights = torch.rand(tokens, topk, device="cuda")
             for per_slot in (False, True):
                 x = random_x(tokens, topk, k) if per_slot else random_x(tokens, k)
-                y = w4a16.w4a16_moe(x, codes, scales, gs, ids, fmt=fmt, weights=weights, x_per_slot=per_slot)
-                again = w4a16.w4a16_moe(x, codes, scales, gs, ids, fmt=fmt, weights=weights, x_per_slot=per_slot)
+                given = {"fmt": fmt, "weights": weights, "x_per_slot": per_slot, "path": path}
+                y = w4a16.w4a16_moe(x, codes, scales, gs, ids, **given)
+                again = w4a16.w4a16_moe(x, codes, scales, gs, ids, **given)
                 assert torch.equal(y, again)
                 for e in range(experts):
                     rows, slots = torch.where(ids == e)
@@ -135,17 +137,18 @@ def test_grouped_is_within_the_bound_for_every_slot(fmt):
                     assert_within_bound(y[rows, slots], xe @ w.T, xe.abs() @ w.abs().T)
 
 
-def test_an_expert_that_does_not_exist_gives_nan_or_an_error_never_a_number():
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+def test_an_expert_that_does_not_exist_gives_nan_or_an_error_never_a_number(path):
     import torch
 
     codes, scales = random_weight(NumberFormat.NVFP4, 4, 32, 512)
     ids = torch.tensor([[0, 4], [-1, 2]], dtype=torch.int32, device="cuda")
     x = random_x(2, 512)
-    y = w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4)
+    y = w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4, path=path)
     assert y.isnan().all(-1).tolist() == [[False, True], [True, False]]
     assert not y[0, 0].isnan().any()
     with pytest.raises(ValueError, match=r"expert_ids\[0, 1\] is 4: experts run from 0 to 3"):
-        w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4, check=True)
+        w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4, check=True, path=path)
 
 
 @pytest.mark.parametrize("m", [1, 4, 20])

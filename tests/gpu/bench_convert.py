@@ -1,6 +1,6 @@
 """Conversions on the processor and on the GPU: the same bytes, what bounds each, how fast.
 
-    python tests/gpu/bench_convert.py WORK [--gb 8] [--json FILE]
+    python tests/gpu/bench_convert.py WORK [--gb 8] [--devices cpu cuda] [--json FILE]
 
 Checkpoints are written to WORK: a plain BF16 one, FP8 in blocks of 128 x 128, and DeepSeek-V4 experts whose exponents
 span 24, so that codes must be looked at. Each is converted by `execute.device: cpu`, `cuda` and `auto`, sources in the
@@ -31,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--gb", type=float, default=8.0)
+    parser.add_argument("--devices", nargs="+", default=["cpu", "cuda", "cpu", "cuda", "auto"])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,7 @@ def main() -> int:
         source = given.work / "source"
         layers = make(source, int(given.gb * 1e9))
         hashes = {}
-        for device in ("cpu", "cuda", "cpu", "cuda", "auto"):
+        for device in given.devices:
             output = given.work / "output"
             manifest = given.work / "manifest.json"
             manifest.write_text(json.dumps({
@@ -49,9 +50,11 @@ def main() -> int:
             }))  # fmt: skip
             result = run_job(prepare(str(manifest)))
             hashes[device] = hash_shards(output)
-            equal = hashes[device] == hashes["cpu"]
+            equal = hashes[device] == next(iter(hashes.values()))
             unequal += not equal
-            print(f"{name}, device {device}: {'same' if equal else 'OTHER'} bytes as cpu, {len(hashes[device])} shards")
+            print(
+                f"{name}, device {device}: {'same' if equal else 'OTHER'} bytes as {given.devices[0]}, {len(hashes[device])} shards"
+            )
             print(run_text(result.record), flush=True)
             rows.append({"source": name, "device": device, "equal": equal, **result.record})
             shutil.rmtree(output)

@@ -52,9 +52,8 @@ def main() -> int:
             hashes[device] = hash_shards(output)
             equal = hashes[device] == next(iter(hashes.values()))
             unequal += not equal
-            print(
-                f"{name}, device {device}: {'same' if equal else 'OTHER'} bytes as {given.devices[0]}, {len(hashes[device])} shards"
-            )
+            verdict = f"{'same' if equal else 'OTHER'} bytes as {given.devices[0]}"
+            print(f"{name}, device {device}: {verdict}, {len(hashes[device])} shards")
             print(run_text(result.record), flush=True)
             rows.append({"source": name, "device": device, "equal": equal, **result.record})
             shutil.rmtree(output)

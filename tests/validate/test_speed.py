@@ -306,10 +306,10 @@ def played(monkeypatch):
         w = speed_gpu.decode(packed(codes, scales, scale, fmt))
         out.copy_(state.spoil((x.double() @ w.T).bfloat16()))
 
-    def route_experts(ids, experts):
+    def route_experts(ids, experts, *, path):
         return ids
 
-    def moe(x, codes, scales, scale, *, fmt, routing, out):
+    def moe(x, codes, scales, scale, *, fmt, routing, out, path):
         w = packed(codes, scales, scale, fmt)
         for token, row in enumerate(routing.tolist()):
             for slot, expert in enumerate(row):

@@ -1,6 +1,7 @@
 """Source and output on a real S3 server: the same bytes, whatever breaks on the way, and nothing half-made in sight."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -254,3 +256,23 @@ def test_a_finished_output_is_validated_where_it_is(s3, kit, ordinary):
     signoff = json.loads(s3.content("out", "tiny/requant.signoff.json"))
     assert signoff["signed_off"] is True
     assert {n: f["sha256"] for n, f in signoff["files"].items() if n in ordinary} == ordinary
+
+
+def test_the_store_is_reached_through_a_proxy_where_the_environment_names_one(s3, kit, ordinary, monkeypatch):
+    from requant.convert import objects
+
+    path = Path(__file__).parents[1] / "forward_proxy.py"
+    spec = importlib.util.spec_from_file_location("forward_proxy", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("NO_PROXY", "no_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with module.ForwardProxy() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        objects._filesystem.cache_clear()
+        before = len(s3.requests)
+        assert kit.requant("run", kit.manifest(SOURCE, target=TARGET, stream=True), "--quiet") == 0
+        assert stored(s3) == ordinary
+        seen = [request.line for request in s3.requests[before:]]
+        assert len(seen) > 10
+        assert sorted(line.replace(s3.url, "") for line in proxy.lines) == sorted(seen)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, NoReturn
 from requant.convert.checkpoint import Catalogue
 from requant.convert.layouts.base import SourceWeight
 from requant.convert.layouts.writing import STRICT_LEAVES, fuse_key
-from requant.convert.rules import Decision
+from requant.convert.rules import PRODUCERS_OWN, Decision
 from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError, UsageError
 from requant.manifests.schema import LayerRule, Manifest
@@ -97,6 +97,12 @@ def settle(
             _refuse_unsupported(weight, to, scale, _place(decision, rule, weight))
         if tied:
             _refuse_tied(weight, to, _place(decision, rule, weight))
+        if not cols or not weight.rows:
+            raise SourceError(
+                f"is empty ({weight.rows} x {cols})",
+                where=f"{weight.codes.file}: {weight.codes.name}",
+                hint="there is nothing to convert: is the checkpoint complete? A rule with to: keep copies the tensor",
+            )
         if cols % groups[to]:
             _refuse_narrow(weight, to, rule, _place(decision, rule, weight))
             narrow.append(weight)
@@ -162,6 +168,12 @@ def _refuse_formats(manifest: Manifest, conversions: Iterable[Conversion]) -> No
 
 def _refuse_unsupported(weight: SourceWeight, target: str, scale: str, where: str) -> NoReturn:
     choices = CONVERSIONS.get((weight.format, target))
+    if choices is not None and weight.format in PRODUCERS_OWN and target == "nvfp4":
+        raise SourceError(
+            f"is {weight.format.upper()} already, and scale: {scale} would quantize it a second time",
+            where=where,
+            hint="scale: lossless moves it to nvfp4 as it is, to the last bit where the numbers allow",
+        )
     if choices is None:
         raise UsageError(
             f"{weight.format} -> {target} is not a conversion this version makes",
@@ -212,7 +224,7 @@ def _refuse_tied(weight: SourceWeight, target: str, where: str) -> None:
 def _refuse_narrow(weight: SourceWeight, target: str, rule: LayerRule, where: str) -> None:
     if rule.match == weight.module:
         group = NumberFormat(target).group
-        raise UsageError(
+        raise SourceError(
             f"K = {weight.cols} is not a multiple of {group}, the group of {target}",
             where=where,
             hint="keep this layer, or choose a format whose group divides K",
@@ -242,7 +254,7 @@ def _keep_families(
             continue
         module, rule = conversion.weight.module, manifest.layers[conversion.rule]
         if rule.match == module and module not in own:
-            raise UsageError(
+            raise SourceError(
                 f"cannot be {conversion.target}: a weight that runtimes load together with it has a K that is not a "
                 f"multiple of {group}",
                 where=f"layers.{conversion.rule} (match: {rule.match})",

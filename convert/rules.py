@@ -24,7 +24,7 @@ from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import LayerRule
 
-__all__ = ["PROTECTED", "Decision", "RuleUse", "decide", "refuse_idle"]
+__all__ = ["PRODUCERS_OWN", "PROTECTED", "Decision", "RuleUse", "decide", "refuse_idle"]
 
 DRAFT: Final = "draft (MTP) layer"
 

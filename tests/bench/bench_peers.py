@@ -1,9 +1,10 @@
-"""BF16 to NVFP4 by whole processes on one input: ours, llm-compressor's `model_free_ptq`, AMD Quark's file-to-file.
+r"""BF16 to NVFP4 by whole processes on one input: ours, llm-compressor's `model_free_ptq`, AMD Quark's file-to-file.
 
     python tests/bench/make_llama.py WORK/source --gb 1.35
     python -m venv WORK/llmc  && WORK/llmc/bin/pip  install torch==2.13.0 llmcompressor==0.14.0.1
     python -m venv WORK/quark && WORK/quark/bin/pip install torch==2.13.0 amd-quark==0.13 'transformers<5.17' accelerate
-    python tests/bench/bench_peers.py WORK --llmc WORK/llmc/bin/python --quark WORK/quark/bin/python [--repeat 3]
+    python tests/bench/bench_peers.py WORK --llmc WORK/llmc/bin/python --quark WORK/quark/bin/python \
+        [--repeat 3] [--write docs/peers.md]
 
 The peers are no dependencies: each runs under the interpreter that is given, or not at all. Timed is the process from
 its start to its end: imports, planning, reading, writing. CPU seconds are user and system time of it and its children,
@@ -167,7 +168,7 @@ def size_of(folder: Path) -> int:
 def versions(tool: str, given: argparse.Namespace) -> str:
     names = {"llm-compressor": ["llmcompressor", "compressed-tensors", "torch"], "Quark": ["amd-quark", "torch"]}
     if tool not in names:
-        return "requant, numpy " + np.__version__
+        return f"numpy {np.__version__}"
     python = given.llmc if tool == "llm-compressor" else given.quark
     done = subprocess.run(
         [python, "-c", VERSIONS.replace("NAMES", repr(names[tool]))], check=True, capture_output=True, text=True
@@ -181,6 +182,7 @@ def main() -> int:
     parser.add_argument("--llmc", help="Python that has llmcompressor")
     parser.add_argument("--quark", help="Python that has amd-quark")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--write", type=Path, help="put the table between the markers of this Markdown file")
     given = parser.parse_args()
     work: Path = given.work.resolve()
     tools = ["requant nearest", "requant mse"]
@@ -200,18 +202,25 @@ def main() -> int:
         rows[tool]["bytes"] = size_of(outputs[tool])
         print(tool, {key: round(value, 2) for key, value in rows[tool].items()}, file=sys.stderr, flush=True)
     ours = Folder(outputs["requant nearest"])
-    print(f"{read / 1e9:.2f} GB of BF16\n")
-    print(
+    lines = [
         "| tool | wall s | CPU s | of that imports | peak memory, GB | GB written | M weights / CPU-s "
-        "| globals equal | block scales equal | codes equal | SQNR dB |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+        "| globals equal | block scales equal | codes equal | SQNR dB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     for tool in tools:
         row, same = rows[tool], compare(source, ours, Folder(outputs[tool]))
-        print(
+        lines.append(
             f"| {tool} ({versions(tool, given)}) | {row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['start_s']:.1f} | "
             f"{row['rss'] / 1e9:.2f} | {row['bytes'] / 1e9:.3f} | {same['weights'] / row['cpu_s'] / 1e6:.0f} | "
-            f"{same['globals']:.1%} | {same['scales']:.3%} | {same['codes']:.3%} | {same['sqnr_db']:.3f} |"
+            f"{same['globals']:.1%} | {same['scales']:.2%} | {same['codes']:.2%} | {same['sqnr_db']:.2f} |"
+        )
+    made = "\n".join(lines)
+    print(f"{read / 1e9:.2f} GB of BF16\n\n{made}")
+    if given.write:
+        text = given.write.read_text(encoding="utf-8")
+        before, _, rest = text.partition("<!-- peers -->\n")
+        given.write.write_text(
+            f"{before}<!-- peers -->\n{made}\n<!-- end -->{rest.partition('<!-- end -->')[2]}", "utf-8"
         )
     return 0
 

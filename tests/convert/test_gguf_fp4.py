@@ -10,7 +10,7 @@ from requant.convert.ggml import planes_of
 from requant.convert.initial import initial_manifest
 from requant.convert.pipeline import prepare
 from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES
-from requant.manifests.errors import SourceError, UsageError
+from requant.manifests.errors import SourceError
 
 HIDDEN, HEADS, KV, EXPERTS, INTER = 128, 4, 2, 3, 64
 SCALE_BYTES = {"MXFP4": (1, 17, 32), "NVFP4": (4, 36, 64)}
@@ -153,7 +153,7 @@ def test_a_scale_that_is_none_is_named(kit, kind, byte, said):
 def test_rounding_what_need_not_be_rounded_is_refused(kit):
     folder, _ = write(kit, "MXFP4", 110, 118)
     rules = [{"match": "*", "to": "nvfp4", "scale": "nearest"}]
-    with pytest.raises(UsageError, match="scale: nearest is not available for mxfp4 -> nvfp4"):
+    with pytest.raises(SourceError, match="is MXFP4 already, and scale: nearest would quantize it a second time"):
         kit.job(folder, rules, format="nvfp4-w4a16")
 
 

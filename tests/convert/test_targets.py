@@ -250,7 +250,7 @@ def test_a_part_named_in_full_is_an_error_where_its_family_cannot_follow(kit):
         {"match": "model.layers.0.mlp.experts.0.gate_proj", "to": "nvfp4", "scale": "nearest"},
         *NEAREST,
     ]
-    with pytest.raises(UsageError, match=r"load together with it has a K that is not a multiple of 16"):
+    with pytest.raises(SourceError, match=r"load together with it has a K that is not a multiple of 16"):
         kit.job(experts(kit, 40), rules, format="nvfp4-w4a16")
 
 

@@ -6,12 +6,12 @@ its `device`. A bound that is null is measured and reported, and judged by nobod
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, Strict, model_validator
 from requant.manifests.fields import Count, Flag, Location, Positive, Section, Text, fault, no_repeats
 
-__all__ = ["Device", "KernelsGate", "ModelGate", "NumericsGate", "ServingGate", "SpeedGate", "Validate"]
+__all__ = ["Device", "KernelsGate", "LmEval", "ModelGate", "NumericsGate", "ServingGate", "SpeedGate", "Validate"]
 
 Device = Literal["cpu", "cuda", "any"]
 
@@ -53,6 +53,28 @@ class KernelsGate(Gate):
     )
 
 
+class LmEval(Section):
+    """Tasks of lm-eval on the source and the converted model, from files of yours; nothing is fetched."""
+
+    tasks: tuple[Text, ...] = Field(description="Names of tasks that stand in the folder.")
+    folder: Location = Field(description="Folder with the tasks' YAML files and their data.")
+    limit: Count | None = Field(default=None, description="How many questions of each; null: all.")
+    margin: Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0)] = Field(
+        default=0.02,
+        description="How much less than the source the converted model may score; the whole one-sided 95% interval "
+        "counts. Where every weight equals its source, scores must be equal on a CPU.",
+    )
+    batch_size: Count = Field(default=8, description="Requests at a time; fewer where memory does not suffice.")
+    chat_template: Flag = Field(default=False, description="Ask through the chat template.")
+
+    @model_validator(mode="after")
+    def _named_once(self) -> Self:
+        if not self.tasks:
+            raise fault("tasks", "an empty list measures nothing; give at least one task")
+        no_repeats("tasks", self.tasks)
+        return self
+
+
 class ModelGate(Gate):
     """The converted model against the source on the same tokens."""
 
@@ -75,6 +97,7 @@ class ModelGate(Gate):
     max_ppl_ratio: Positive | Literal["auto"] | None = Field(
         default="auto", description="Largest perplexity, as a multiple of the source's; the whole interval counts."
     )
+    lm_eval: LmEval | None = Field(default=None, description="Tasks to run on both models; null runs none.")
     w4a4: Flag = Field(
         default=False, description="Also round activations to NVFP4 by their static scales, as FP4 tensor cores do."
     )
@@ -125,6 +148,10 @@ class SpeedGate(Gate):
         return self
 
 
+Bound = Positive | tuple[Positive, ...] | None
+"""A bound for every concurrency alike, or one for each."""
+
+
 class ServingGate(Gate):
     """A server with an OpenAI-compatible interface: one that runs (`endpoint`) or one to start (`launch`)."""
 
@@ -133,9 +160,33 @@ class ServingGate(Gate):
     )
     launch: Text | None = Field(default=None, description="Command that starts one; {model} and {port} are filled in.")
     label: Text | None = Field(default=None, description="Name of the run in reports and comparisons.")
+    card: Text | None = Field(
+        default=None,
+        description="What an endpoint runs on, such as NVIDIA B200; it cannot be asked, and `device` counts.",
+    )
     timeout_s: Positive = Field(default=900.0, description="Seconds to wait for the server to become healthy.")
+    question: Text | None = Field(
+        default=None, description="Asked before anything is timed. null: the capital of France."
+    )
+    answer: Annotated[str, Strict()] = Field(
+        default="Paris", description="A word that must stand in the answer. Empty: nothing is asked (random weights)."
+    )
     concurrency: tuple[Count, ...] = Field(default=(1, 8, 16), description="Streams at a time.")
     requests: tuple[Count, ...] = Field(default=(8, 32, 48), description="Requests to send at each of them.")
+    prompt_tokens: Count = Field(default=512, description="Tokens of a synthetic prompt.")
+    output_tokens: Count = Field(default=128, description="Tokens of an answer.")
+    prompts: Location | None = Field(
+        default=None, description="File with a prompt per line, instead of synthetic ones."
+    )
+    max_ttft_ms: Bound = Field(
+        default=None,
+        description="Most time to the first token, at the 95th percentile; one for all or each concurrency.",
+    )
+    max_itl_ms: Bound = Field(default=None, description="Most time between tokens, likewise.")
+    min_output_tokens_per_s: Bound = Field(default=None, description="Least output of all streams together, likewise.")
+    native_fp4: Flag = Field(
+        default=False, description="The server's log must name a kernel that multiplies in FP4, and none that decodes."
+    )
 
     @model_validator(mode="after")
     def _one_server(self) -> Self:
@@ -143,6 +194,14 @@ class ServingGate(Gate):
             which = "neither is" if self.endpoint is None else "both are"
             raise fault("", f"exactly one of endpoint and launch must be given; {which}")
         _load_points(self.concurrency, self.requests)
+        if self.native_fp4 and self.launch is None:
+            raise fault("native_fp4", "of an endpoint no log is seen, so this can never hold; use launch")
+        for name in ("max_ttft_ms", "max_itl_ms", "min_output_tokens_per_s"):
+            bound = cast("Bound", getattr(self, name))
+            if isinstance(bound, tuple) and len(bound) != len(self.concurrency):
+                raise fault(
+                    name, f"{len(bound)} bounds for {len(self.concurrency)} concurrencies; give one, or one for each"
+                )
         return self
 
 

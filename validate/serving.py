@@ -22,7 +22,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ from typing import Final, cast
 
 from requant.manifests.errors import EnvironmentFault, NotSignedOffError, RequantError, UsageError
 from requant.manifests.gates import ServingGate
-from requant.validate.results import JSON, Finding, StageResult, Status
+from requant.validate.results import JSON, Finding, StageResult, Status, status_of
 from requant.validate.serving_client import Client, Refused, holds
 from requant.validate.serving_load import Load, LoadError, Point, guidellm, measure_point
 
@@ -175,25 +175,59 @@ def measure_server(
 
 
 def check_serving(folder: Path, gate: ServingGate, *, progress: Progress | None = None) -> StageResult:
-    """The gate: a server loads the folder, answers, and serves every request at each concurrency without an error.
+    """The gate: a server loads the folder, answers, serves every request at each concurrency without an error, and
+    keeps the manifest's bounds on times and output.
 
     `not run` where it could not be tried (no guidellm, nothing healthy); failed where the server answered wrongly.
     """
     started = time.perf_counter()
-    server = Server(folder, gate.endpoint, gate.launch, gate.label or "", timeout_s=gate.timeout_s)
+    server = Server(
+        folder,
+        gate.endpoint,
+        gate.launch,
+        gate.label or "",
+        timeout_s=gate.timeout_s,
+        question=gate.question or QUESTION,
+        answer=gate.answer,
+        card=gate.card or "",
+    )
+    prompts = None if gate.prompts is None else Path(gate.prompts)
+    load = Load(folder, gate.prompt_tokens, gate.output_tokens, prompts)
     try:
-        run = measure_server(server, Load(folder), gate.concurrency, gate.requests, progress=progress)
+        run = measure_server(server, load, gate.concurrency, gate.requests, progress=progress)
     except (EnvironmentFault, UsageError) as error:
         return StageResult(STAGE, Status.NOT_RUN, error.message, device="")
     data: dict[str, JSON] = {"runs": [run.to_json()]}
     device = "cuda:0 " + run.card if "NVIDIA" in run.card else "cpu" if run.card else ""
     seconds = time.perf_counter() - started
     if run.complete:
+        findings = tuple(_over_bounds(run, gate))
         rates = ", ".join(f"{p.output_tokens_per_s or 0:,.0f} tokens/s at {p.concurrency}" for p in run.points)
-        return StageResult(STAGE, Status.PASSED, f"{run.server or 'server'}: {rates}", (), data, device, seconds)
+        reason = findings[0].message if findings else f"{run.server or 'server'}: {rates}"
+        return StageResult(STAGE, status_of(findings), reason, findings, data, device, seconds)
     findings = (Finding("serving-broken", "error", run.error, where=run.label),)
     status = Status.FAILED if run.wrong else Status.NOT_RUN
     return StageResult(STAGE, status, run.error, findings if run.wrong else (), data, device, seconds)
+
+
+def _over_bounds(run: Run, gate: ServingGate) -> Iterator[Finding]:
+    """A finding for every bound of the manifest that a concurrency does not keep; what was not measured keeps none."""
+    for index, point in enumerate(run.points):
+        at = f"at concurrency {point.concurrency}"
+        for name, bounds, value, unit, most in (
+            ("max_ttft_ms", gate.max_ttft_ms, point.ttft_ms_p95, "ms to the first token for 95% of requests", True),
+            ("max_itl_ms", gate.max_itl_ms, point.itl_ms_p95, "ms between tokens for 95% of requests", True),
+            ("min_output_tokens_per_s", gate.min_output_tokens_per_s, point.output_tokens_per_s, "tokens/s", False),
+        ):
+            bound = bounds[index] if isinstance(bounds, tuple) else bounds
+            if bound is None or (value is not None and (value <= bound if most else value >= bound)):
+                continue
+            message = f"{_shown(value)} {unit} {at}, {'at most' if most else 'at least'} {bound:g} were asked for"
+            yield Finding("serving-over-bound", "error", message, where=run.label, hint=f"validate.serving.{name}")
+    if gate.native_fp4 and run.fp4_native is not True:
+        named = ", ".join(run.kernels) or "none"
+        message = f"the server does not multiply in FP4, as far as its log says (kernels: {named})"
+        yield Finding("serving-not-native", "error", message, where=run.label, hint="validate.serving.native_fp4")
 
 
 def numbers_in(text: str) -> tuple[int, ...]:

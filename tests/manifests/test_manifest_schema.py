@@ -136,7 +136,7 @@ def models(model=Manifest, seen=None):
 
 def test_every_key_has_a_description_and_every_model_refuses_unknown_keys():
     found = models()
-    assert len(found) == 15
+    assert len(found) == 16
     for name, model in found.items():
         assert model.model_config["extra"] == "forbid", name
         assert model.model_config["frozen"], name

@@ -199,6 +199,72 @@ def test_the_gate_fails_for_wrong_answers_and_is_not_run_where_nothing_could_be_
     assert bool(result.findings) is (status is Status.FAILED)
 
 
+def gate_of(behaviour="sound", **fields):
+    return ServingGate(
+        launch=command(behaviour), timeout_s=30.0, **{"concurrency": (1, 2), "requests": (2, 4), **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"max_ttft_ms": 1e-6}, [("max_ttft_ms", 1), ("max_ttft_ms", 2)]),
+        ({"max_itl_ms": (1e6, 1e-6)}, [("max_itl_ms", 2)]),
+        ({"min_output_tokens_per_s": (1e9, 1e-3)}, [("min_output_tokens_per_s", 1)]),
+        ({"max_ttft_ms": 1e6, "max_itl_ms": 1e6, "min_output_tokens_per_s": 1e-3, "native_fp4": True}, []),
+    ],
+)
+def test_bounds_of_the_gate_are_judged_at_each_concurrency(tmp_path, fields, told) -> None:
+    result = check_serving(tmp_path, gate_of(**fields))
+    assert [
+        (f.hint.rpartition(".")[2], int(re.search(r"concurrency (\d+)", f.message)[1])) for f in result.findings
+    ] == told
+    assert result.status is (Status.FAILED if told else Status.PASSED)
+    assert result.data["runs"][0]["complete"] is True
+    if told:
+        assert result.reason == result.findings[0].message
+
+
+def test_the_gate_sends_what_the_manifest_says_and_asks_its_own_question(tmp_path) -> None:
+    result = check_serving(tmp_path, gate_of(prompt_tokens=24, output_tokens=5))
+    assert result.data["runs"][0]["prompts"] == {
+        "synthetic_tokens": 24, "seed": 42, "output_tokens": 5, "fixed_lengths": True
+    }  # fmt: skip
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    result = check_serving(tmp_path, gate_of(prompts=str(prompts)))
+    assert "file_sha256" in result.data["runs"][0]["prompts"]
+    result = check_serving(tmp_path, gate_of(question="And of Italy?", answer="Rome"))
+    assert result.status is Status.FAILED
+    assert "asked 'And of Italy?'" in result.reason
+    assert check_serving(tmp_path, gate_of("wrong", answer="")).data["runs"][0]["answer"] == "not asked"
+
+
+def test_a_server_whose_log_names_no_fp4_kernel_is_not_native(tmp_path, monkeypatch) -> None:
+    from requant.validate.serving_log import Backend
+
+    backend = Backend("vLLM", "0.30.0", ("dense: Marlin",), False)
+    monkeypatch.setattr("requant.validate.serving_log.read_log", lambda log: backend)
+    result = check_serving(tmp_path, gate_of(native_fp4=True))
+    assert result.status is Status.FAILED
+    assert "does not multiply in FP4, as far as its log says (kernels: dense: Marlin)" in result.reason
+
+
+def test_an_endpoints_card_is_what_the_manifest_says(tmp_path, monkeypatch) -> None:
+    from requant.validate.serving import Run
+
+    seen = []
+
+    def measured(server, *_arguments, **_options):
+        seen.append(server)
+        return Run("l", "m", "now", card=server.card, complete=True)
+
+    monkeypatch.setattr(serving, "measure_server", measured)
+    gate = ServingGate(endpoint="http://h:1", card="NVIDIA B200", device="cuda", concurrency=(1,), requests=(1,))
+    assert check_serving(tmp_path, gate).device == "cuda:0 NVIDIA B200"
+    assert check_serving(tmp_path, ServingGate(endpoint="http://h:1")).device == ""
+
+
 def test_a_report_of_guidellm_itself_is_read() -> None:
     """Recorded from guidellm 0.8.1 on `transformers serve` with SmolLM2, six requests at two streams."""
     point = read_report(REPORT.read_text(), 2, 6)

@@ -54,6 +54,11 @@ class Positions:
             np.concatenate([p.nll_target for p in parts]),
         )
 
+    def at(self, index: int) -> Positions:
+        """One position."""
+        one = slice(index, index + 1)
+        return Positions(self.kl[one], self.agree[one], self.nll_source[one], self.nll_target[one])
+
 
 def compare_logits(source: torch.Tensor, target: torch.Tensor, following: torch.Tensor) -> Positions:
     """Logits [T, V] of both models and the tokens [T] that follow -> one entry per position.
@@ -65,15 +70,22 @@ def compare_logits(source: torch.Tensor, target: torch.Tensor, following: torch.
     parts: list[Positions] = []
     for first in range(0, source.shape[0], _CHUNK):
         rows = slice(first, first + _CHUNK)
-        p, q = (torch.log_softmax(logits[rows].double(), dim=-1) for logits in (source, target))
         index = following[rows, None]
+        s, t = source[rows], target[rows]
+        log_p = torch.log_softmax(s.double(), dim=-1)
+        nll = -log_p.gather(-1, index)[:, 0]
+        if torch.equal(s, t):  # and no NaN: nothing equals that
+            zero = torch.where(nll.isnan(), nll, 0.0)
+            parts.append(Positions(_numpy(zero), _numpy(zero + 1), _numpy(nll), _numpy(nll)))
+            continue
+        log_q = torch.log_softmax(t.double(), dim=-1)
         parts.append(
             Positions(
                 # each term may be negative, the sum not: what is below 0 is rounding. NaN passes through clamp.
-                _numpy((p.exp() * (p - q)).nan_to_num(nan=math.nan, posinf=math.inf).sum(-1).clamp(min=0.0)),
-                _numpy((source[rows].argmax(-1) == target[rows].argmax(-1)).double()),
-                _numpy(-p.gather(-1, index)[:, 0]),
-                _numpy(-q.gather(-1, index)[:, 0]),
+                _numpy((log_p.exp() * (log_p - log_q)).nan_to_num(nan=math.nan, posinf=math.inf).sum(-1).clamp(min=0)),
+                _numpy((s.argmax(-1) == t.argmax(-1)).double()),
+                _numpy(nll),
+                _numpy(-log_q.gather(-1, index)[:, 0]),
             )
         )
     return Positions.joined(parts)

@@ -5,7 +5,8 @@ scale (kernels/cpu_dequant.py), and multiplied in FP32 by the BLAS that plain la
 same values, in whatever format and layout, give the same output bit by bit. A weight is decoded anew at each use, or
 once, if there is memory for all of them (`keep`): the same bits either way.
 
-On a GPU they compute in BF16 through kernels/matmul.py, by the W4A16 path of the chip, or a W4A4 one.
+On a GPU they compute in BF16 by the chip's kernels (fp4_gpu.py), all experts of a layer in one product where it has
+one for that.
 
 W4A16 is what they compute by default. With an `activation_scale` they are W4A4: the input is rounded to NVFP4 under
 that static scale first, as the FP4 tensor cores would get it.
@@ -29,9 +30,9 @@ from requant.kernels.quantize import bf16_to_nvfp4
 from torch import nn
 
 if TYPE_CHECKING:
-    from requant.kernels.w4a4_operands import Fp4Tensor
+    from requant.validate.fp4_gpu import GpuExperts, GpuWeight
 
-__all__ = ["Expert", "Matrix", "Nvfp4Experts", "Nvfp4Linear", "Packed", "round_activations"]
+__all__ = ["Expert", "Matrix", "Nvfp4Experts", "Nvfp4Linear", "Packed", "kernels_used", "round_activations"]
 
 
 class Packed:
@@ -41,7 +42,7 @@ class Packed:
         self.tensor = tensor
         self._keep = keep
         self._decoded: torch.Tensor | None = None
-        self._on_gpu: Fp4Tensor | None = None
+        self._on_gpu: GpuWeight | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,20 +61,17 @@ class Packed:
 
     def multiply(self, x: torch.Tensor, scale: np.float32 | None) -> torch.Tensor:
         """x [..., K] on a GPU times the weight transposed, in BF16; the weight is moved there once."""
-        from requant.kernels.matmul import matmul
-        from requant.kernels.w4a4_operands import Fp4Tensor
+        from requant.validate.fp4_gpu import GpuWeight
 
         if self._on_gpu is None:
-            t, device = self.tensor, x.device
-            number = None if t.global_scale is None else float(t.global_scale)
-            codes, scales = (torch.tensor(plane, device=device) for plane in (t.codes, t.block_scales))
-            self._on_gpu = Fp4Tensor.weight(codes, scales, number)
-        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        if scale is None:
-            y = matmul(flat, self._on_gpu, activations="bf16").y
-        else:
-            y = matmul(flat, self._on_gpu, activations="fp4", input_scale=float(scale)).y
+            self._on_gpu = GpuWeight([self.tensor], x.device, stacked=False)
+        y = self._on_gpu.multiply(x.reshape(-1, x.shape[-1]), scale)
         return y.reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)
+
+    @property
+    def kernels(self) -> set[str]:
+        """The GPU kernels that have multiplied with it so far."""
+        return set() if self._on_gpu is None else self._on_gpu.kernels
 
 
 Matrix = Packed | torch.Tensor
@@ -151,12 +149,18 @@ class Nvfp4Experts(nn.Module):
         self._interleaved = not getattr(original, "is_concatenated", True)
         self.experts = tuple(experts)
         self.num_experts = len(self.experts)
+        self.one_by_one = ""
+        self._grouped: GpuExperts | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [..., H], top_k_index and top_k_weights [tokens, k] -> [..., H]."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if flat.is_cuda and not self.one_by_one:
+            together = self._together(flat, top_k_index, top_k_weights)
+            if together is not None:
+                return together.reshape(hidden_states.shape)
         out = torch.zeros_like(flat)
         chosen = cast("list[int]", top_k_index.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
         for index in sorted(set(chosen)):
@@ -167,6 +171,31 @@ class Nvfp4Experts(nn.Module):
             out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
         return out.reshape(hidden_states.shape)
 
+    def _together(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """All experts in grouped products on the GPU; None where that cannot be, and `one_by_one` says why."""
+        from requant.kernels.availability import KernelUnavailableError
+
+        try:
+            if self._grouped is None:
+                self._grouped = _stacked(self.experts, x.device)
+            gate = self._original[0]._apply_gate
+            return self._grouped.forward(x, ids, weights, gate, self.num_experts, self._interleaved)
+        except (KernelUnavailableError, ValueError) as error:
+            self.one_by_one = str(error)
+            self._grouped = None
+            return None
+
+    @property
+    def kernels(self) -> set[str]:
+        """The GPU kernels that have multiplied here so far."""
+        if self._grouped is not None:
+            return {f"{kernel} (experts grouped)" for kernel in self._grouped.kernels}
+        used: set[str] = set()
+        for expert in self.experts:
+            matrices = (*(expert.gate_up if isinstance(expert.gate_up, tuple) else (expert.gate_up,)), expert.down)
+            used.update(*(matrix.kernels for matrix in matrices if isinstance(matrix, Packed)))
+        return {f"{kernel} (experts one by one: {self.one_by_one})" for kernel in used}
+
     def _one(self, expert: Expert, x: torch.Tensor) -> torch.Tensor:
         scales = expert.scales or (None, None)
         if isinstance(expert.gate_up, tuple):
@@ -176,3 +205,49 @@ class Nvfp4Experts(nn.Module):
         else:
             both = apply(x, expert.gate_up, cast("torch.Tensor | None", expert.gate_up_bias), scales[0])
         return apply(self._original[0]._apply_gate(both), expert.down, expert.down_bias, scales[1])
+
+
+def kernels_used(model: nn.Module) -> tuple[str, ...]:
+    """The GPU kernels that have multiplied FP4 weights of a model so far; none on a CPU."""
+    used: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, Nvfp4Linear):
+            used |= module.packed.kernels
+        elif isinstance(module, Nvfp4Experts):
+            used |= module.kernels
+    return tuple(sorted(used))
+
+
+def _stacked(experts: Sequence[Expert], device: torch.device) -> GpuExperts:
+    """The experts as stacks on a GPU; ValueError where they are not all packed, of one shape and alike in biases."""
+    from requant.validate.fp4_gpu import GpuExperts, GpuWeight
+
+    pairs = [e.gate_up if isinstance(e.gate_up, tuple) else (e.gate_up,) for e in experts]
+    biases = [e.gate_up_bias if isinstance(e.gate_up_bias, tuple) else (e.gate_up_bias,) for e in experts]
+    if len({len(pair) for pair in pairs}) != 1:
+        raise ValueError("some experts hold gate and up as one matrix, some apart")
+
+    def joined(matrices: Sequence[Matrix]) -> GpuWeight:
+        packed = [matrix.tensor for matrix in matrices if isinstance(matrix, Packed)]
+        if len(packed) != len(matrices):
+            raise ValueError("some experts are not packed")
+        return GpuWeight(packed, device, stacked=True)
+
+    def bias_of(vectors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        given = [vector for vector in vectors if vector is not None]
+        if given and len(given) != len(vectors):
+            raise ValueError("some experts have a bias and some have none")
+        return torch.stack(given).to(device) if given else None
+
+    count = len(pairs[0])
+    scales = [e.scales for e in experts if e.scales is not None]
+    if scales and len(scales) != len(experts):
+        raise ValueError("some experts have activation scales and some have none")
+    up, down = (torch.tensor([float(s[i]) for s in scales], device=device) for i in (0, 1)) if scales else (None, None)
+    return GpuExperts(
+        [joined([pair[i] for pair in pairs]) for i in range(count)],
+        joined([e.down for e in experts]),
+        [bias_of([b[i] if len(b) == count else None for b in biases]) for i in range(count)],
+        bias_of([e.down_bias for e in experts]),
+        None if up is None or down is None else (up, down),
+    )

@@ -1,4 +1,4 @@
-"""Greedy continuation of prompts by a transformers model: what a user of the model would see, without a sampler's luck.
+"""Greedy continuation of prompts by transformers models: what a user would see, without a sampler's luck.
 
 Prompts of several lengths go as one batch, padded on the left; no end-of-text token stops a continuation, so that every
 prompt gives as many steps as were asked for.
@@ -7,12 +7,12 @@ prompt gives as many steps as were asked for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
-__all__ = ["CHAT_PROMPTS", "Batch", "batch_of", "greedy", "logits_after"]
+__all__ = ["CHAT_PROMPTS", "Batch", "along_answers", "batch_of"]
 
 CHAT_PROMPTS: Final = (
     "What is the capital of France, and what is it known for?",
@@ -34,10 +34,6 @@ class Batch:
         self.ids = ids
         self.mask = mask
 
-    def extended(self, tokens: torch.Tensor) -> Batch:
-        """With tokens [B, n] behind each prompt."""
-        return Batch(torch.cat([self.ids, tokens], 1), torch.cat([self.mask, torch.ones_like(tokens)], 1))
-
 
 def batch_of(prompts: Sequence[Sequence[int]], pad: int, device: str = "cpu") -> Batch:
     """Token lists, none empty, as a batch on a device."""
@@ -50,41 +46,33 @@ def batch_of(prompts: Sequence[Sequence[int]], pad: int, device: str = "cpu") ->
     return Batch(ids.to(device), mask.to(device))
 
 
-def greedy(model: Any, batch: Batch, steps: int, progress: Callable[[int], None] = lambda _: None) -> torch.Tensor:
-    """The `steps` most likely tokens behind each prompt, [B, steps]. progress: called with the tokens of a step."""
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    ids, mask, cache = batch.ids, batch.mask, None
-    chosen: list[torch.Tensor] = []
-    with torch.inference_mode():
-        for _ in range(steps):
-            out = model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=_positions(mask)[:, -ids.shape[1] :],
-                use_cache=True,
-                logits_to_keep=1,
-                **({} if cache is None else {cache_name: cache}),
-            )
-            cache = out[cache_name]
-            ids = out.logits[:, -1:].argmax(-1)
+def along_answers(models: Sequence[Any], batch: Batch, steps: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Per step the token [B] that the first model finds most likely behind each prompt, and all models' logits [B, V].
+
+    All models are given the first one's tokens. Until another would have chosen differently, its logits are those of
+    its own continuation, so that the first difference is the one of two free continuations.
+    """
+    names = ["cache" if "cache" in inspect.signature(m.forward).parameters else "past_key_values" for m in models]
+    caches: list[Any] = [None] * len(models)
+    ids, mask = batch.ids, batch.mask
+    for _ in range(steps):
+        logits: list[torch.Tensor] = []
+        with torch.inference_mode():
+            for index, (model, name) in enumerate(zip(models, names, strict=True)):
+                out = model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=_positions(mask)[:, -ids.shape[1] :],
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **({} if caches[index] is None else {name: caches[index]}),
+                )
+                caches[index] = out[name]
+                logits.append(out.logits[:, -1])
+            chosen = logits[0].argmax(-1)
+            ids = chosen[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
-            chosen.append(ids)
-            progress(ids.shape[0])
-    return torch.cat(chosen, 1)
-
-
-def logits_after(model: Any, batch: Batch, answers: torch.Tensor) -> torch.Tensor:
-    """Logits [B, n, V] from which each token of answers [B, n] would be chosen, if the ones before it were given."""
-    whole, count = batch.extended(answers), answers.shape[1]
-    with torch.inference_mode():
-        out = model(
-            input_ids=whole.ids,
-            attention_mask=whole.mask,
-            position_ids=_positions(whole.mask),
-            use_cache=False,
-            logits_to_keep=count + 1,
-        )
-    return out.logits[:, -count - 1 : -1]
+        yield chosen, logits
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from requant.kernels.cpu_dequant import dequantize_fp8_block
 from requant.kernels.empty_model import ModelUnavailableError, empty_model, meta_parameters, tie_head
 from requant.kernels.formats import NumberFormat, PackedTensor
 from requant.validate.collector import Collector
+from requant.validate.fp4_gpu import Fp32Head
 from requant.validate.fp4_modules import Expert, Matrix, Nvfp4Experts, Nvfp4Linear, Packed
 from requant.validate.modules import Kind, Module, modules_of
 from requant.validate.numerics_read import MappedReader
@@ -62,12 +63,12 @@ def load_model(
     """The model in folder `path`, its packed weights kept packed. w4a4: also round activations, by their input_scale.
 
     keep_decoded: decode each weight once, for speed; ignored where the memory for that is not free. device: on a GPU
-    what is plain computes in BF16.
+    what is plain computes in BF16, but for the output head, which makes its logits in FP32.
 
     ModelUnavailableError: transformers lacks it, a weight is missing or unreadable, or memory does not suffice.
     """
     folder = open_folder(path, Collector())
-    spare = _spare(folder)
+    spare = _spare(folder) if device == "cpu" else _check_gpu(folder)
     model = empty_model(path, trust_remote_code=trust_remote_code)
     return _Loader(folder, w4a4, keep_decoded and spare, device).fill(model)
 
@@ -106,6 +107,9 @@ class _Loader:
             for module in model.modules():
                 for key, buffer in module._buffers.items():
                     module._buffers[key] = None if buffer is None else buffer.to(self._device)
+            head = model.get_output_embeddings()
+            if isinstance(head, nn.Linear):
+                model.set_output_embeddings(Fp32Head(head))
         return LoadedModel(model, self._packed, self._plain, self._layers, unused)
 
     # --- one module ---------------------------------------------------------------------------------------------------
@@ -294,6 +298,16 @@ def _spare(folder: OpenedFolder) -> bool:
     if plain + packed > free:
         raise ModelUnavailableError(f"the model needs {(plain + packed) / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     return plain + 3 * 8 * packed < free
+
+
+def _check_gpu(folder: OpenedFolder) -> bool:
+    """False: on a GPU nothing is kept decoded. ModelUnavailableError if the weights do not fit there."""
+    tensors = folder.tensors.values()
+    needed = sum(t.elements * 2 if t.dtype in _WIDENED else t.nbytes for t in tensors)
+    free = int(torch.cuda.mem_get_info()[0])
+    if needed > free:
+        raise ModelUnavailableError(f"the model needs {needed / 1e9:.1f} GB of the GPU, {free / 1e9:.1f} GB are free")
+    return False
 
 
 def _free_memory() -> int | None:

@@ -6,6 +6,7 @@ Whatever is missing or does not fit is a ModelUnavailableError that says what: t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from requant.manifests.gates import ModelGate
 from requant.validate.generation import CHAT_PROMPTS
 from requant.validate.results import Finding
 
-__all__ = ["check_context", "pad_of", "prompts_of", "read_text", "windows_of"]
+__all__ = ["Tokens", "check_context", "pad_of", "prompts_of", "read_text", "tokens_of"]
 
 _PROMPTS: Final = 8
 _PROMPT_TOKENS: Final = 32
@@ -32,10 +33,25 @@ def read_text(location: str) -> str:
         raise ModelUnavailableError(f"validate.model: {location} cannot be read: {why}") from error
 
 
-def windows_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding]) -> list[list[int]]:
-    """Stretches of the text of sequence_length + 1 tokens: of each but its first token the prediction is scored."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A text as tokens. first: what the model expects before any of them, if anything. wanted: how many are scored."""
+
+    ids: tuple[int, ...]
+    first: tuple[int, ...]
+    wanted: int
+    length: int
+
+    def stretches(self, length: int) -> list[list[int]]:
+        """Stretches of length + 1 tokens: of each but its first token the prediction is scored."""
+        starts = range(0, max(self.wanted - length, 0) + 1, length)
+        return [[*self.first, *self.ids[start : start + length + 1 - len(self.first)]] for start in starts]
+
+
+def tokens_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding]) -> Tokens:
+    """The text's tokens, of which as many are scored as the gate asks for, or as there are: then with a warning."""
     ids = encode(tokenizer, text, special=False)
-    wanted, size = gate.tokens, min(gate.sequence_length, gate.tokens)
+    wanted, length = gate.tokens, min(gate.sequence_length, gate.tokens)
     if len(ids) <= _FEWEST:
         raise ModelUnavailableError(f"the text has {len(ids)} tokens; at least {_FEWEST + 1} are needed for an error")
     if len(ids) <= wanted:
@@ -48,19 +64,23 @@ def windows_of(tokenizer: Any, text: str, gate: ModelGate, found: list[Finding])
                 hint="give a longer text, or ask for fewer tokens",
             )
         )
-        wanted, size = len(ids) - 1, min(size, len(ids) - 1)
-    bos = encode(tokenizer, "", special=True)[:1]  # what the model expects first, if anything
-    starts = range(0, max(wanted - size, 0) + 1, size)
-    return [[*bos, *ids[start : start + size + 1 - len(bos)]] for start in starts]
+        wanted, length = len(ids) - 1, min(length, len(ids) - 1)
+    first = encode(tokenizer, "", special=True)[:1]  # what the model expects first, if anything
+    return Tokens(tuple(ids), tuple(first), wanted, length)
 
 
-def check_context(config: Any, gate: ModelGate) -> None:
+def check_context(config: Any, gate: ModelGate, prompts: Sequence[Sequence[int]]) -> None:
     """ModelUnavailableError if the gate asks for more tokens in a row than the model takes."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     context = getattr(text, "max_position_embeddings", None)
-    longest = max(gate.sequence_length, gate.greedy_steps)
-    if isinstance(context, int) and longest > context:
-        raise ModelUnavailableError(f"validate.model asks for {longest:,} tokens in a row, the model takes {context:,}")
+    if not isinstance(context, int):
+        return
+    asked = {"sequence_length": gate.sequence_length}
+    asked["the longest prompt and greedy_steps"] = max(len(p) for p in prompts) + gate.greedy_steps
+    for name, longest in asked.items():
+        if longest > context:
+            message = f"validate.model asks for {longest:,} tokens in a row ({name}), the model takes {context:,}"
+            raise ModelUnavailableError(message)
 
 
 def prompts_of(tokenizer: Any, gate: ModelGate, windows: Sequence[Sequence[int]]) -> tuple[list[list[int]], str]:

@@ -150,14 +150,34 @@ def _model(stage: StageResult) -> list[Table]:
         wanted = "all" if limits.get("identical_greedy") else "-"
         rows.append(("greedy continuations identical", f"{_int(greedy, 'identical')}", steps, wanted))
     if answers:
-        rows.append(("KL along the source's answers, mean", f"{_float(answers, 'kl_mean'):.5g}", "", rows[0][3]))
+        along = ("KL along the source's answers, mean", f"{_float(answers, 'kl_mean'):.5g}")
+        rows.append((*along, _error(answers, 1, "kl_stderr"), rows[0][3]))
+        rows.append(("same first token along them", f"{100 * _float(answers, 'top1_agreement'):.2f}%", "", "-"))
     text = object_of(data.get("text"))
     note = f"{_int(data, 'tokens'):,} tokens of {text.get('file')}, {_int(data, 'sequence_length')} in a row"
     note += f"; {data.get('path')}; bounds: {limits.get('origin', 'not judged')}."
+    note += "".join(f" Reduced: {line}." for line in _texts(data.get("reduced")))
     if not data.get("complete"):
         note += " Incomplete: the stage broke off."
     columns = ("", "value", "error, interval", "bound")
-    return [Table("Model against its source", columns, tuple(rows), frozenset({1}), note)]
+    return [Table("Model against its source", columns, tuple(rows), frozenset({1}), note), *_tasks(data)]
+
+
+def _tasks(data: Mapping[str, JSON]) -> list[Table]:
+    """lm-eval's tasks on both models."""
+    run = object_of(data.get("lm_eval"))
+    rows: list[tuple[str, ...]] = []
+    for name, told in object_of(run.get("tasks")).items():
+        task = object_of(told)
+        scores = [
+            f"{_float(task, arm):.4f} {_error(task, 1, f'{arm}_stderr')}".rstrip() for arm in ("source", "target")
+        ]
+        bound = f"-{_float(task, 'margin'):g}" if task.get("judged") else "-"
+        verdict = str(task.get("verdict")) if task.get("judged") else "not judged"
+        rows.append((name, f"{_int(task, 'questions'):,}", *scores, bound, verdict))
+    columns = ("task, metric", "questions", "source", "target", "difference", "margin", "verdict")
+    note = f"lm-eval {run.get('version')}; of a task the first metric is judged, question by question."
+    return [Table("Tasks of lm-eval", columns, tuple(rows), frozenset(range(1, 6)), note)] if rows else []
 
 
 def _error(row: Mapping[str, JSON], factor: float = 1, key: str = "stderr") -> str:
@@ -361,6 +381,10 @@ def numbers_of(value: object) -> list[float]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _texts(value: JSON) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list | tuple) else []
 
 
 def _int(row: Mapping[str, JSON], key: str) -> int:

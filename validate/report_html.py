@@ -199,10 +199,8 @@ def _runtimes(tables: dict[str, Table]) -> list[Section]:
 
 def _model(model: StageResult, tables: dict[str, Table]) -> Section:
     """KL, agreement, perplexity and greedy steps, as far as they were measured."""
-    chart = kl_chart(model.data)
-    return Section(
-        "model", "Accuracy of the model", model.reason, (chart,) if chart else (), _taken(tables, "Model against")
-    )
+    chart, tables_of_it = kl_chart(model.data), _taken(tables, "Model against", "Tasks of")
+    return Section("model", "Accuracy of the model", model.reason, (chart,) if chart else (), tables_of_it)
 
 
 def _kernels(stage: StageResult, tables: dict[str, Table]) -> Section:

@@ -10,13 +10,13 @@ GOLDENS = Path(__file__).resolve().parent.parent / "goldens" / "modelopt"
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 40
 
 
-def write_tokenizer(folder, chat_template=None):
+def write_tokenizer(folder, chat_template=None, **more):
     """Characters 1..127 as tokens; token 0 stands for the rest."""
     from tokenizers import Tokenizer, models
 
     vocab = {"<unk>": 0, **{chr(code): code for code in range(1, 128)}}
     Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>")).save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", **more}
     if chat_template is not None:
         config["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -58,7 +58,7 @@ def test_mxfp4_to_nvfp4_without_loss_has_no_divergence_and_the_same_greedy_token
     assert result.data["limits"]["identical_greedy"] is True
     assert result.data["source"]["fp4_layers"] == result.data["target"]["fp4_layers"] == 14
     assert result.data["target"]["unused_tensors"] == []
-    assert seen[-1][0] == seen[-1][1] == 512 + 2 * 8 * 64
+    assert seen[-1][0] == seen[-1][1] == 512 + 8 * 64
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
@@ -137,14 +137,96 @@ def test_chat_models_are_asked_questions(golden, text, tmp_path):
     assert result.data["answers"]["tokens"] == 2 * 64
 
 
-def test_padding_on_the_left_changes_no_answer(golden):
-    from requant.validate.generation import batch_of, greedy
+def continued(models, prompts, steps=16):
+    from requant.validate.generation import along_answers, batch_of
 
+    return list(along_answers(models, batch_of(prompts, 0), steps))
+
+
+def test_padding_on_the_left_changes_no_answer(golden):
     model = load_model(golden("_src_llama_bf16")).model
     prompts = [[5, 6, 7], list(range(20, 50))]
-    together = greedy(model, batch_of(prompts, 0), 16)
-    alone = [greedy(model, batch_of([prompt], 0), 16)[0] for prompt in prompts]
+    together = torch.stack([chosen for chosen, _ in continued([model], prompts)], 1)
+    alone = [torch.cat([chosen for chosen, _ in continued([model], [prompt])]) for prompt in prompts]
     assert torch.equal(together, torch.stack(alone))
+
+
+def test_answers_are_the_sources_and_the_first_difference_is_that_of_free_continuations(golden):
+    """The target is led along the source's answer: up to their first difference that is its own continuation."""
+    source, target = (load_model(golden(name)).model for name in ("_src_llama_bf16", "llama_mxfp4"))
+    prompts = [list(range(1 + p, 30 + p)) for p in range(0, 80, 10)]
+    both = continued([source, target], prompts)
+    free = [torch.stack([chosen for chosen, _ in continued([m], prompts)], 1) for m in (source, target)]
+    assert torch.equal(torch.stack([chosen for chosen, _ in both], 1), free[0])
+    led = torch.stack([logits[1].argmax(-1) for _, logits in both], 1)
+    assert not torch.equal(led, free[0])
+    for row in range(len(prompts)):
+        differs, differs_led = free[1][row] != free[0][row], led[row] != free[0][row]
+        assert bool(differs.any()) == bool(differs_led.any())
+        assert int(differs.int().argmax()) == int(differs_led.int().argmax())
+
+
+class Cramped:
+    """A model that runs out of memory above so many tokens in one pass."""
+
+    def __init__(self, model, most):
+        self._model, self._most, self.seen = model, most, []
+
+    def __call__(self, *, input_ids, **options):
+        self.seen.append(tuple(input_ids.shape))
+        if input_ids.numel() > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return self._model(input_ids=input_ids, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+@pytest.fixture
+def cramped(monkeypatch):
+    from dataclasses import replace
+
+    from requant.validate import load_model as module
+
+    real = module.load_model
+
+    def of(most):
+        def loaded(*arguments, **options):
+            one = real(*arguments, **options)
+            return replace(one, model=Cramped(one.model, most))
+
+        monkeypatch.setattr(module, "load_model", loaded)
+
+    return of
+
+
+def test_without_memory_stretches_get_shorter_and_prompts_fewer_and_the_report_says_so(golden, text, cramped):
+    from requant.validate.report import tables_of
+    from requant.validate.verdict import SignOff
+
+    source, output = golden("_src_llama_bf16"), golden("llama_mxfp4")
+    cramped(100)
+    result, seen = judge(source, output, text, sequence_length=128)
+    assert result.status is Status.PASSED, result.reason
+    assert [finding.rule for finding in result.warnings] == ["out-of-memory"] * 2
+    assert "a stretch of 128 tokens: stretches of 64 were scored" in result.warnings[0].message
+    assert "4 prompts at a time: 2 were continued" in result.warnings[1].message
+    assert result.data["sequence_length"] == 64
+    assert result.data["tokens"] == 512
+    assert result.data["complete"] is True
+    assert result.data["greedy"]["prompts"] == 4
+    assert len(result.data["reduced"]) == 2
+    assert seen[-1][0] == seen[-1][1]
+    shown = tables_of(SignOff("m", "now", (), (result,), (), {}, {}))
+    assert any("stretches of 64 were scored" in table.note for table in shown)
+
+
+def test_memory_for_nothing_at_all_is_not_run_and_says_so(golden, text, cramped):
+    cramped(10)
+    result, _ = judge(golden("_src_llama_bf16"), golden("llama_mxfp4"), text)
+    assert result.status is Status.NOT_RUN
+    assert "memory does not suffice, even for one short stretch" in result.reason
+    assert result.data["complete"] is False
 
 
 @pytest.mark.parametrize(
@@ -154,7 +236,8 @@ def test_padding_on_the_left_changes_no_answer(golden):
         (lambda f: rewrite(f, model_type="no_such_model"), "cannot build this model"),
         (lambda f: rewrite(f, num_hidden_layers=3), "9 weights that the checkpoint lacks: model.layers.2"),
         (lambda f: rewrite(f, intermediate_size=64), "shape"),
-        (lambda f: rewrite(f, max_position_embeddings=32), "takes 32"),
+        (lambda f: rewrite(f, max_position_embeddings=32), "64 tokens in a row (sequence_length), the model takes 32"),
+        (lambda f: rewrite(f, max_position_embeddings=90), "96 tokens in a row (the longest prompt and greedy_steps)"),
     ],
 )
 def test_what_cannot_be_judged_is_not_run_with_its_reason(golden, text, break_it, reason):
@@ -187,7 +270,7 @@ def test_what_was_measured_before_a_break_is_kept(golden, text, monkeypatch):
     def broken(*_args, **_options):
         raise MemoryError
 
-    monkeypatch.setattr("requant.validate.generation.greedy", broken)
+    monkeypatch.setattr("requant.validate.model_measure.along_answers", broken)
     result, _ = judge(golden("_src_llama_bf16"), golden("llama_mxfp4"), text)
     assert result.status is Status.NOT_RUN
     assert result.data["complete"] is False

@@ -130,26 +130,3 @@ def test_an_expert_that_nobody_chose_is_not_computed():
     module = Nvfp4Experts(Original(False), [good, Expert(broken, broken)])
     y = module(torch.ones(1, 2), torch.tensor([[0]]), torch.ones(1, 1))
     assert torch.isfinite(y).all()
-
-
-def test_on_a_gpu_the_chips_kernel_gets_the_weight_as_stored_and_bf16(monkeypatch, x):
-    calls = []
-
-    def matmul(flat, weight, **options):
-        calls.append((flat.dtype, tuple(flat.shape), weight.format, weight.global_scale, options))
-        y = flat.float() @ torch.tensor(values(tensor), dtype=torch.float32).T
-        return SimpleNamespace(y=y.bfloat16())
-
-    monkeypatch.setattr("requant.kernels.matmul.matmul", matmul)
-    for tensor in (mxfp4(48, 64), as_nvfp4(mxfp4(48, 64))):
-        weight = Packed(tensor)
-        y = weight.multiply(x, None)  # where no GPU is, torch takes the CPU for the device
-        assert (y.shape, y.dtype) == ((2, 3, 48), torch.float32)
-        np.testing.assert_allclose(y.reshape(6, 48), x.reshape(6, 64).numpy() @ values(tensor).T, rtol=0.05, atol=0.05)
-        assert torch.equal(weight.multiply(x, np.float32(0.5)), y)
-    formats = [call[2] for call in calls]
-    assert formats == [NumberFormat.MXFP4] * 2 + [NumberFormat.NVFP4] * 2
-    assert all(call[:2] == (torch.bfloat16, (6, 64)) for call in calls)
-    assert calls[0][4] == {"activations": "bf16"}
-    assert calls[1][4] == {"activations": "fp4", "input_scale": 0.5}
-    assert float(calls[2][3]) == 2.0**-12

@@ -55,7 +55,7 @@ def test_an_error_of_the_forward_pass_is_a_reason_and_not_a_crash(tmp_path, monk
     def broken(*_, **__):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied\nmore")
 
-    monkeypatch.setattr("requant.validate.model.load_tokenizer", broken)
+    monkeypatch.setattr("requant.validate.model_measure.load_tokenizer", broken)
     result = result_of(tmp_path, gate(tmp_path))
     assert result.status is Status.NOT_RUN
     assert result.reason.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
@@ -71,6 +71,46 @@ def test_auto_bounds_follow_what_became_of_the_numbers():
     kl = {fmt: default_limits(fmt, lossless=False)[0] for fmt in ("fp8", "nvfp4", "mxfp4")}
     assert kl["fp8"] < kl["nvfp4"] < kl["mxfp4"]
     assert default_limits("bf16", lossless=False) == (None, None)
+    rounded = default_limits("nvfp4", lossless=True, w4a4=True)  # activations lose where weights do not
+    assert rounded[0] > kl["nvfp4"]
+    assert rounded == default_limits("nvfp4-w4a16", lossless=False, w4a4=True)
+    assert default_limits("fp8", lossless=False, w4a4=True) == default_limits("fp8", lossless=False)
+
+
+def test_any_device_means_the_cpu_for_small_models_and_a_gpu_for_large_ones(tmp_path, monkeypatch):
+    from requant.validate import model
+
+    small, large = tmp_path / "small", tmp_path / "large"
+    for folder, size in ((small, 10), (large, 3 << 30)):
+        folder.mkdir()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(size)  # sparse
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA X")
+    wanted = {device: gate(tmp_path, device=device) for device in ("any", "cpu", "cuda")}
+    assert model._device(wanted["any"], small) == ("cpu", "cpu")
+    assert model._device(wanted["any"], large) == ("cuda", "cuda:0 NVIDIA X")
+    assert model._device(wanted["cpu"], large) == ("cpu", "cpu")
+    assert model._device(wanted["cuda"], small) == ("cuda", "cuda:0 NVIDIA X")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert model._device(wanted["any"], large) == ("cpu", "cpu")
+
+
+def test_bounds_on_a_gpu_leave_room_for_the_order_of_a_sum(tmp_path):
+    from requant.validate.model import _limits
+
+    made = gate(tmp_path)
+    cpu, gpu = (_limits(made, "nvfp4", True, device) for device in ("cpu", "cuda"))
+    assert (cpu.max_kl, cpu.max_ppl_ratio, cpu.identical) == (0.0, 1.0, True)
+    assert (gpu.max_kl, gpu.max_ppl_ratio, gpu.identical) == (1e-3, 1.001, False)
+
+
+def test_without_lm_eval_a_gate_with_tasks_names_the_extra_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    made = gate(tmp_path, lm_eval={"tasks": ("t",), "folder": str(tmp_path)})
+    result = result_of(tmp_path, made)
+    assert result.status is Status.NOT_RUN
+    assert result.reason == "lm_eval is not installed: pip install 'requant[eval]'"
 
 
 @pytest.mark.parametrize(

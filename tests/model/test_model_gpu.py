@@ -1,0 +1,89 @@
+"""The model on a GPU against the CPU's reference path: every layout, experts grouped and one by one, W4A4 emulated."""
+
+import numpy as np
+import pytest
+import torch
+from requant.manifests.gates import ModelGate
+from requant.validate.fp4_gpu import rounded_in_units
+from requant.validate.fp4_modules import Nvfp4Experts, kernels_used
+from requant.validate.load_model import load_model
+from requant.validate.model import check_model
+from requant.validate.results import Status
+
+pytestmark = pytest.mark.gpu
+NAMES = [
+    "_src_llama_bf16", "llama_mxfp4", "llama_nvfp4_kvfp8", "llama_mixed_fp8attn_nvfp4mlp",
+    "_src_qwen3moe_bf16", "qwen3moe_nvfp4_experts", "_src_gptoss_mxfp4", "gptoss_nvfp4_cast",
+]  # fmt: skip
+MOE = ["qwen3moe_nvfp4_experts", "_src_gptoss_mxfp4", "gptoss_nvfp4_cast"]
+
+
+def logits(folder, device, change=lambda model: None, **options):
+    model = load_model(folder, device=device, **options).model
+    change(model)
+    ids = torch.arange(1, 100, device=device)[None] % 128
+    with torch.inference_mode():
+        out = model(input_ids=ids, use_cache=False).logits[0]
+    return out.float().cpu(), kernels_used(model)
+
+
+def error(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gpu_computes_what_the_reference_path_does_but_for_bf16(golden, name):
+    folder = golden(name)
+    expected, none = logits(folder, "cpu")
+    found, kernels = logits(folder, "cuda")
+    assert none == ()
+    assert error(found, expected) < 0.03
+    assert all("w4a16" in kernel for kernel in kernels)
+    assert bool(kernels) == ("bf16" not in name)
+    assert any("experts grouped" in kernel for kernel in kernels) == (name in MOE)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_one_by_one_are_those_in_one_product(golden, name):
+    def alone(model):
+        for module in model.modules():
+            if isinstance(module, Nvfp4Experts):
+                module.one_by_one = "asked for"
+
+    folder = golden(name)
+    together, grouped = logits(folder, "cuda")
+    single, kernels = logits(folder, "cuda", alone)
+    assert error(single, together) < 0.02
+    assert any("experts one by one: asked for" in kernel for kernel in kernels)
+    assert not any("one by one" in kernel for kernel in grouped)
+
+
+@pytest.mark.parametrize("name", ["llama_nvfp4_kvfp8", "qwen3moe_nvfp4_experts"])
+def test_rounded_activations_are_emulated_where_the_chip_has_no_fp4_units(golden, name):
+    folder = golden(name)
+    expected, _ = logits(folder, "cpu", w4a4=True)
+    plain, _ = logits(folder, "cpu")
+    found, kernels = logits(folder, "cuda", w4a4=True)
+    # codes flip where BF16 lies a little off, so the two agree less than unrounded ones, and far better than with those
+    assert error(found, expected) < 0.5 * error(plain, expected) + 0.03
+    assert error(found, plain) > 0.3 * error(expected, plain)
+    assert all("activations rounded before" in kernel or "w4a4" in kernel for kernel in kernels)
+
+
+def test_activations_round_alike_on_both_devices():
+    rng = np.random.default_rng(3)
+    x = torch.tensor((rng.normal(size=(256, 512)) * 2.0 ** rng.integers(-20, 9, (256, 512))).astype(np.float32))
+    for scale in (1.0, 0.004, 37.0):
+        scales = torch.full((256, 1), scale)
+        assert torch.equal(rounded_in_units(x.cuda(), scales.cuda()).cpu(), rounded_in_units(x, scales))
+
+
+def test_a_lossless_conversion_passes_on_the_gpu_that_the_gate_names(golden, text, tmp_path, lossless_nvfp4):
+    source = golden("llama_mxfp4")
+    output = lossless_nvfp4(source, tmp_path / "output", "modelopt")
+    gate = ModelGate(text=text, tokens=512, sequence_length=64, device="cuda")
+    result = check_model(source, output, gate, target="nvfp4", lossless=True)
+    assert result.status is Status.PASSED, result.reason
+    assert result.device.startswith("cuda:0 ")
+    assert result.data["kl"]["mean"] < 1e-3
+    assert result.data["kernels"]["source"] == result.data["kernels"]["target"] == ["csrc/w4a16.cu"]

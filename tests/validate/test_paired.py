@@ -1,0 +1,77 @@
+"""Paired scores: errors by hand, and verdicts that few questions cannot win."""
+
+import math
+
+import numpy as np
+import pytest
+from requant.validate.divergence import Verdict
+from requant.validate.model_tasks import judge_task
+from requant.validate.paired import paired
+
+
+def ones(right, of):
+    return [1.0] * right + [0.0] * (of - right)
+
+
+def test_means_and_errors_are_those_of_the_textbook():
+    both = paired(ones(70, 100), ones(60, 100))
+    assert (both.source.value, both.target.value, both.difference.value) == pytest.approx((0.7, 0.6, -0.1))
+    assert both.source.error == pytest.approx(math.sqrt(0.7 * 0.3 / 99))
+    # Agresti and Min: 0 won, 10 lost, half a question more in each cell
+    assert both.difference.error == pytest.approx(math.sqrt(11 - 100 / 102) / 102)
+
+
+def test_other_scores_have_the_error_of_their_mean_difference():
+    rng = np.random.default_rng(1)
+    s = rng.random(50)
+    t = s + rng.normal(-0.01, 0.02, 50)
+    both = paired(s.tolist(), t.tolist())
+    assert both.difference.error == pytest.approx(float((t - s).std(ddof=1)) / math.sqrt(50))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "verdict"),
+    [
+        (ones(500, 1000), ones(498, 1000), Verdict.NOT_INFERIOR),
+        (ones(500, 1000), ones(400, 1000), Verdict.INFERIOR),
+        (ones(500, 1000), ones(480, 1000), Verdict.INCONCLUSIVE),
+        (ones(5, 10), ones(5, 10), Verdict.INCONCLUSIVE),  # ten questions are no proof
+        (ones(50, 200), ones(50, 200), Verdict.NOT_INFERIOR),
+        (ones(1, 1), ones(1, 1), Verdict.INCONCLUSIVE),
+        ([], [], Verdict.INCONCLUSIVE),
+    ],
+)
+def test_the_verdict_at_a_margin_of_two_percent(source, target, verdict):
+    assert paired(source, target).verdict(0.02) is verdict
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_verdict_errs_as_often_as_it_says():
+    """A model that is worse by exactly the margin is called not inferior in at most 5% of all tries."""
+    rng = np.random.default_rng(3)
+    wrong = 0
+    for _ in range(2000):
+        u = rng.random(400)
+        kind = np.select([u < 0.10, u < 0.15], [1, 2], 0)  # 10% lost, 5% won: worse by 0.05
+        s = np.where(kind == 1, 1.0, np.where(kind == 2, 0.0, rng.integers(0, 2, 400)))
+        t = np.where(kind == 1, 0.0, np.where(kind == 2, 1.0, s))
+        wrong += paired(s.tolist(), t.tolist()).verdict(0.05) is Verdict.NOT_INFERIOR
+    assert wrong / 2000 < 0.06
+
+
+def test_different_numbers_of_scores_do_not_belong_together():
+    with pytest.raises(ValueError, match="2 scores of the source and 1"):
+        paired([1.0, 0.0], [1.0])
+
+
+def test_equal_weights_are_held_to_equal_scores_and_others_to_the_margin():
+    same, lower = paired(ones(5, 10), ones(5, 10)), paired(ones(5, 10), ones(4, 10))
+    told, finding = judge_task("t", "acc", same, 0.02, True)
+    assert (told["verdict"], told["margin"], finding) == ("not inferior", 0.0, None)
+    told, finding = judge_task("t", "acc", lower, 0.02, True)
+    assert (finding.rule, finding.where) == ("task-differs", "t")
+    told, finding = judge_task("t", "acc", lower, 0.02, False)
+    assert told["verdict"] == "inconclusive"
+    assert finding.message == (
+        "acc is 0.400, the source's 0.500; the difference of -0.100 +- 0.115 is inconclusive against a margin of 0.02"
+    )

@@ -240,9 +240,9 @@ def _processor_rate() -> float:
 
 
 def _gpu_rate(compute: GpuCompute) -> float:
-    """GB of BF16 per second over PCIe, through both passes and back, one lane."""
+    """GB of BF16 per second over PCIe, encoded and back, one lane."""
     import numpy as np
-    from requant.kernels.gpu_lane import FloatSource
+    from requant.kernels.gpu_lane import FloatSource, Job
 
     lane = compute.make_lane()
     lane.enter()
@@ -257,11 +257,7 @@ def _gpu_rate(compute: GpuCompute) -> float:
             if len(flying) == 2:
                 lane.wait(flying.pop(0))
             slot = lane.slot()
-            lane.open(slot)
-            at = lane.upload(slot, nbytes)
-            lane.amax(at, blocks, source, 0)
-            lane.encode(slot, at, blocks, source, 0)
-            lane.close(slot, nbytes // 4 + nbytes // 32)
+            lane.queue(slot, Job("encode", blocks, source), nbytes, nbytes // 4 + nbytes // 32)
             flying.append(slot)
         for slot in flying:
             lane.wait(slot)

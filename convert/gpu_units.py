@@ -24,7 +24,7 @@ from requant.convert.meter import Interval, Meter
 from requant.convert.plan import GroupUnit, Member
 from requant.convert.rows import Opened
 from requant.kernels.formats import MXFP4_GROUP, NVFP4_GROUP
-from requant.kernels.gpu_lane import FloatSource, align
+from requant.kernels.gpu_lane import FloatSource, Job, align
 from requant.kernels.repack import Choice, Counts, choose_exponent
 
 if TYPE_CHECKING:
@@ -52,19 +52,12 @@ class Lane(Protocol):
     def slot(self) -> Any: ...
     def hold(self, nbytes: int) -> Any: ...
     def constant(self, values: NDArray[np.float32]) -> Any: ...
-    def open(self, slot: Any) -> None: ...
-    def upload(self, slot: Any, nbytes: int, target: Any = None) -> Any: ...
-    def close(self, slot: Any, nbytes: int) -> None: ...
+    def queue(self, slot: Any, job: Job, sent: int, fetched: int, at: Any = None) -> None: ...
     def wait(self, slot: Any) -> list[tuple[str, float, float]]: ...
     def settle(self) -> None: ...
     def begin(self, name: str) -> None: ...
     def end(self, name: str) -> NDArray[np.int64]: ...
-    def amax(self, at: Any, blocks: int, source: FloatSource, row: int) -> None: ...
     def set_scale(self, scale: np.float32) -> None: ...
-    def encode(self, slot: Any, at: Any, blocks: int, source: FloatSource, row: int) -> None: ...
-    def census(self, codes: Any, scales: Any, blocks: int) -> None: ...
-    def lossy(self, codes: Any, scales: Any, blocks: int, m: int) -> None: ...
-    def halves(self, slot: Any, codes: Any, scales: Any, blocks: int, m: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +117,21 @@ class GpuGroups:
         tiles, total = _tiles(unit, lane.tile)
         passes = _Passes(lane, self._meter, tiles, lane.hold(total), files)
 
-        def blocks_of(tile: _Tile) -> int:
-            return tile.weights // MXFP4_GROUP
+        def job(op: str, m: int = 0) -> Callable[[_Tile], Job]:
+            return lambda tile: Job(op, tile.weights // MXFP4_GROUP, scales_at=align(tile.codes_bytes), m=m)
 
         lane.begin("census")
-        passes.over(lambda tile, _, at: lane.census(at, at[align(tile.codes_bytes) :], blocks_of(tile)))
+        passes.over(job("census"))
 
         def lossy_cost(m: int) -> tuple[int, NDArray[np.int64]]:
             lane.begin("lossy")
-            passes.over(lambda tile, _, at: lane.lossy(at, at[align(tile.codes_bytes) :], blocks_of(tile), m))
+            passes.over(job("lossy", m))
             found = lane.end("lossy")
             return int(found[256]), found[:256]
 
         choice = choose_exponent(lane.end("census").reshape(256, 4, 4, 2), lossy_cost)
         lane.begin("halves")
-        passes.over(
-            lambda tile, slot, at: lane.halves(slot, at, at[align(tile.codes_bytes) :], blocks_of(tile), choice.m),
-            _Writer(plan, files, self._meter),
-        )
+        passes.over(job("halves", choice.m), _Writer(plan, files, self._meter))
         shifted, lossy, below, impossible = (int(n) for n in lane.end("halves"))
         if impossible:
             raise ValueError(f"{unit.group}: {impossible} halves do not fit 2^{choice.m}, which the census chose")
@@ -157,17 +147,19 @@ class GpuGroups:
         passes = _Passes(lane, self._meter, tiles, lane.hold(total), files)
         sources = {member.module: self._source(member, files) for member in unit.members}
 
-        def rest(tile: _Tile) -> tuple[int, FloatSource, int]:
-            return tile.weights // NVFP4_GROUP, sources[tile.member.module], tile.member.start + tile.first
+        def job(op: str) -> Callable[[_Tile], Job]:
+            return lambda tile: Job(
+                op, tile.weights // NVFP4_GROUP, sources[tile.member.module], row=tile.member.start + tile.first
+            )
 
         lane.begin("amax")
-        passes.over(lambda tile, _, at: lane.amax(at, *rest(tile)))
+        passes.over(job("amax"))
         largest = float(lane.end("amax").astype(np.uint64).astype(np.uint32).view(np.float32)[0])
         if not np.isfinite(largest):
             return None
         scale = nvfp4_global_scale(largest)
         lane.set_scale(scale)
-        passes.over(lambda tile, slot, at: lane.encode(slot, at, *rest(tile)), _Writer(plan, files, self._meter))
+        passes.over(job("encode"), _Writer(plan, files, self._meter))
         return scale
 
     def _source(self, member: Member, files: Opened) -> FloatSource:
@@ -176,10 +168,6 @@ class GpuGroups:
             return FloatSource(kind, per_row)
         grid = self._lane.constant(scale_grid(member.weight, files))
         return FloatSource(kind, per_row, grid, *member.weight.more.block)
-
-
-Launch = Callable[[_Tile, Any, Any], None]
-"""(tile, slot, where its bytes are on the device): queue kernels."""
 
 
 class _Passes:
@@ -193,8 +181,8 @@ class _Passes:
         self._files = files
         self._there = False
 
-    def over(self, launch: Launch, writer: _Writer | None = None) -> None:
-        """Launch for every tile, and write what comes back."""
+    def over(self, job: Callable[[_Tile], Job], writer: _Writer | None = None) -> None:
+        """Do the job of every tile, and write what comes back."""
         lane, flying = self._lane, deque[tuple[_Tile, Any, int, int]]()
         try:
             for tile in self._tiles:
@@ -205,13 +193,9 @@ class _Passes:
                 if sent:
                     with self._meter.time("read", tile.codes_bytes):
                         self._read(tile, slot)
-                lane.open(slot)
                 at = None if self._held is None else self._held[tile.held : tile.held + align(tile.nbytes)]
-                if sent:
-                    at = lane.upload(slot, sent, at)
-                launch(tile, slot, at)
                 fetched = _output_bytes(tile) if writer else 0
-                lane.close(slot, fetched)
+                lane.queue(slot, job(tile), sent, fetched, at)
                 flying.append((tile, slot, sent, fetched))
             while flying:
                 self._land(*flying.popleft(), writer)

@@ -1,18 +1,23 @@
 """One worker's way to the GPU and back: a stream, two slots of pinned memory, and the quantizers between them.
 
-    slot = lane.slot()                          # waits for nothing: the caller has waited for what was in it
+    slot = lane.slot()                                  # waits for nothing: the caller has waited for what was in it
     (read source bytes into slot.input)
-    lane.open(slot); at = lane.upload(slot, nbytes); lane.encode(slot, at, ...); lane.close(slot, nbytes)
-    lane.wait(slot)                             # then slot.output holds codes and, from align(codes), block scales
+    lane.queue(slot, Job("encode", ...), sent, fetched)
+    lane.wait(slot)                                     # slot.output: codes and, from align(codes), block scales
 
 While one slot is on its way the caller reads into the other and writes from it; lanes of several threads overlap their
 transfers and kernels. Pinned and device memory is two slots of input and output a lane, beside what `hold` keeps.
 
-Sums over the tiles of a group (`begin`, `end`): amax, census, lossy, halves; see csrc/quantize.cu for what they hold.
+Sums over the tiles of a group (`begin`, `end`):
+
+    amax      a float's bits           census   halves of blocks by E8M0 byte and kind [8192]
+    lossy     squared error per E8M0 byte [256], scales below 2^-6, halves that cannot be
+    halves    shifted, lossy, below 2^-6, impossible
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from dataclasses import dataclass
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from requant.kernels.gpu_quantize import Launcher
 
-__all__ = ["SLOT_BYTES", "FloatSource", "GpuLane", "Slot", "align", "input_bytes", "output_bytes"]
+__all__ = ["SLOT_BYTES", "FloatSource", "GpuLane", "Job", "Slot", "align", "input_bytes", "output_bytes"]
 
 SLOT_BYTES: Final = 8 * 2**20
 """Source bytes of a tile at most: 150 us on PCIe 5, against 10 us to queue it."""
@@ -63,6 +68,44 @@ class FloatSource:
     wide: int = 0
 
 
+@dataclass(frozen=True)
+class Job:
+    """What to do with a tile. op: amax, encode (blocks of 16, from `source`), census, lossy, halves (blocks of 32).
+
+    scales_at: where block scales begin behind the codes. row: of the tensor, where the tile starts. m: the exponent.
+    """
+
+    op: str
+    blocks: int
+    source: FloatSource | None = None
+    scales_at: int = 0
+    row: int = 0
+    m: int = 0
+
+    @property
+    def codes_out(self) -> int:
+        """Bytes of codes that come out."""
+        return self.blocks * (8 if self.op == "encode" else 16)
+
+
+_OPS: Final = ("amax", "encode", "census", "lossy", "halves")
+"""enum TileOp of csrc/quantize.cu."""
+
+
+class _Tile(ctypes.Structure):
+    """RequantTile of csrc/quantize.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("host_in", "device_in", "host_out", "device_out")),
+        *((name, ctypes.c_size_t) for name in ("sent", "fetched", "blocks", "scales_at", "out_scales_at")),
+        *((name, ctypes.c_void_p) for name in ("sum", "scale_2", "grid")),
+        ("row", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("op", "kind", "blocks_per_row", "high", "wide", "m")),
+        ("marks", ctypes.c_void_p * 4),
+        ("stream", ctypes.c_void_p),
+    )
+
+
 class Slot:
     """Pinned input and output of one tile, their copies on the device, and the events between."""
 
@@ -77,15 +120,16 @@ class Slot:
         self.input: NDArray[np.uint8] = self._pinned_in.numpy()
         self.output: NDArray[np.uint8] = self._pinned_out.numpy()
         self.marks = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(4)]  # blocking: no spinning
+        for mark in self.marks:
+            mark.record()  # makes it
         self.base: tuple[torch.cuda.Event, float] | None = None
 
-    def send(self, nbytes: int, target: torch.Tensor) -> None:
-        """Queue the copy of the first nbytes of input."""
-        target[:nbytes].copy_(self._pinned_in[:nbytes], non_blocking=True)
-
-    def fetch(self, nbytes: int) -> None:
-        """Queue the copy of the first nbytes of output."""
-        self._pinned_out[:nbytes].copy_(self.device_out[:nbytes], non_blocking=True)
+    def tile(self) -> _Tile:
+        """Its addresses."""
+        tile = _Tile(host_in=self._pinned_in.data_ptr(), device_in=self.device_in.data_ptr())
+        tile.host_out, tile.device_out = self._pinned_out.data_ptr(), self.device_out.data_ptr()
+        tile.marks = (ctypes.c_void_p * 4)(*(mark.cuda_event for mark in self.marks))
+        return tile
 
 
 class _Clock:
@@ -168,27 +212,22 @@ class GpuLane:
 
         return torch.as_tensor(np.ascontiguousarray(values), device=self._device)
 
-    # --- a tile -------------------------------------------------------------------------------------------------------
-
-    def open(self, slot: Slot) -> None:
-        """What follows belongs to this slot's tile."""
+    def queue(self, slot: Slot, job: Job, sent: int, fetched: int, at: torch.Tensor | None = None) -> None:
+        """Send `sent` bytes of the slot's input to its own device memory, or to `at`; do the job; fetch its output."""
         slot.base = _CLOCK.base()
-        slot.marks[0].record()
-        slot.marks[1].record()
-
-    def upload(self, slot: Slot, nbytes: int, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Send the slot's input to its own device memory, or to `target`; where it is then."""
-        buffer = slot.device_in if target is None else target
-        slot.send(nbytes, buffer)
-        slot.marks[1].record()
-        return buffer
-
-    def close(self, slot: Slot, nbytes: int) -> None:
-        """Fetch nbytes of output, once the kernels are done."""
-        slot.marks[2].record()
-        if nbytes:
-            slot.fetch(nbytes)
-        slot.marks[3].record()
+        tile = slot.tile()
+        if at is not None:
+            tile.device_in = at.data_ptr()
+        tile.sent, tile.fetched, tile.blocks, tile.scales_at = sent, fetched, job.blocks, job.scales_at
+        tile.out_scales_at = align(job.codes_out)
+        tile.op, tile.kind, tile.row, tile.m = _OPS.index(job.op), -1, job.row, job.m
+        if job.source is not None:
+            tile.kind = -1 if job.source.kind is None else job.source.kind
+            tile.blocks_per_row, tile.high, tile.wide = job.source.blocks_per_row, job.source.high, job.source.wide
+            tile.grid = None if job.source.grid is None else job.source.grid.data_ptr()
+        tile.sum = self._sums[job.op].data_ptr() if job.op in _SUMS else None
+        tile.scale_2, tile.stream = self._scale.data_ptr(), self._stream.cuda_stream
+        self._launch.tile(tile)
 
     def wait(self, slot: Slot) -> list[tuple[str, float, float]]:
         """The slot's output is there, its input free. When its transfers and kernels ran, by time.monotonic()."""
@@ -199,8 +238,6 @@ class GpuLane:
         at = [zero + event.elapsed_time(mark) / 1e3 for mark in slot.marks]
         return [("to_gpu", at[0], at[1]), ("kernels", at[1], at[2]), ("from_gpu", at[2], at[3])]
 
-    # --- the quantizers -----------------------------------------------------------------------------------------------
-
     def begin(self, name: str) -> None:
         """Start a sum at zero."""
         self._sums[name].zero_()
@@ -209,39 +246,6 @@ class GpuLane:
         """A sum over all that was queued since (waits)."""
         return self._sums[name].cpu().numpy()
 
-    def amax(self, at: torch.Tensor, blocks: int, source: FloatSource, row: int) -> None:
-        """Raise the sum `amax` (a float's bits) to the largest |w| of blocks of 16, from row `row` on."""
-        if source.kind is None:
-            self._launch("bf16_amax", at, blocks, self._sums["amax"])
-        else:
-            self._launch("float_amax", *self._float(at, blocks, source, row), self._sums["amax"])
-
     def set_scale(self, scale: np.float32) -> None:
         """The global scale for `encode`."""
         self._scale.fill_(float(scale))
-
-    def encode(self, slot: Slot, at: torch.Tensor, blocks: int, source: FloatSource, row: int) -> None:
-        """Blocks of 16 to NVFP4, into the slot's output: codes, then scales."""
-        out = slot.device_out, slot.device_out[align(8 * blocks) :]
-        if source.kind is None:
-            self._launch("bf16_nvfp4", at, blocks, self._scale, *out)
-        else:
-            self._launch("float_nvfp4", *self._float(at, blocks, source, row), self._scale, *out)
-
-    @staticmethod
-    def _float(at: torch.Tensor, blocks: int, source: FloatSource, row: int) -> tuple[torch.Tensor | int | None, ...]:
-        return source.kind, at, blocks, source.blocks_per_row, source.grid, source.high, source.wide, row
-
-    def census(self, codes: torch.Tensor, scales: torch.Tensor, blocks: int) -> None:
-        """Add halves of blocks of 32 to the sum `census`."""
-        self._launch("half_census", codes, scales, blocks, self._sums["census"])
-
-    def lossy(self, codes: torch.Tensor, scales: torch.Tensor, blocks: int, m: int) -> None:
-        """Add to the sum `lossy` what m costs: squared error per E8M0 byte [256], scales below 2^-6, what cannot be."""
-        total = self._sums["lossy"]
-        self._launch("lossy_error", codes, scales, blocks, m, total, total[256:])
-
-    def halves(self, slot: Slot, codes: torch.Tensor, scales: torch.Tensor, blocks: int, m: int) -> None:
-        """Blocks of 32 to NVFP4 under 2^m, into the slot's output; counts go to the sum `halves`."""
-        out = slot.device_out, slot.device_out[align(16 * blocks) :]
-        self._launch("repack_halves", codes, scales, blocks, m, *out, self._sums["halves"])

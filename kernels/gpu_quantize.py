@@ -78,6 +78,7 @@ def load_library(target: str) -> ctypes.CDLL:
     floats = [number, pointer, size, number, pointer, number, number, ctypes.c_longlong]
     library.requant_float_amax.argtypes = [*floats, pointer, pointer]
     library.requant_float_nvfp4.argtypes = [*floats, pointer, pointer, pointer, pointer]
+    library.requant_tile.argtypes = [pointer]
     library.requant_quantize_error.argtypes = [number]
     library.requant_quantize_error.restype = ctypes.c_char_p
     return library
@@ -105,9 +106,16 @@ class Launcher:
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             status: int = getattr(self._library, f"requant_{name}")(*plain, stream)
+        self._check(name, status)
+
+    def tile(self, tile: ctypes.Structure) -> None:
+        """Queue a tile's way there and back: RequantTile of csrc/quantize.cu. RuntimeError if CUDA refuses it."""
+        self._check("a tile", self._library.requant_tile(ctypes.addressof(tile)))
+
+    def _check(self, what: str, status: int) -> None:
         if status:
             text: bytes = self._library.requant_quantize_error(status)
-            raise RuntimeError(f"{name} failed: {text.decode()} (cudaError {status})")
+            raise RuntimeError(f"{what} failed: {text.decode()} (cudaError {status})")
 
 
 def _check(tensor: torch.Tensor, what: str, dtype: torch.dtype) -> None:

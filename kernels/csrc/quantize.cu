@@ -129,5 +129,57 @@ int requant_float_nvfp4(int kind, const void* w, size_t blocks, int blocks_per_r
   return cudaGetLastError();
 }
 
+// A tile's way there and back in one call, between four events: sent, worked on, fetched. One call, since a caller that
+// has to take turns with other threads between two of them would make the GPU wait, and the events lie.
+struct RequantTile {
+  const void* host_in;
+  void* device_in;
+  void* host_out;
+  const void* device_out;
+  size_t sent, fetched, blocks, scales_at, out_scales_at;  // bytes; blocks of 16 or 32; scales within the buffers
+  void* sum;             // of `op`
+  const float* scale_2;  // encode
+  const float* grid;     // FP8
+  long long row;
+  int op, kind, blocks_per_row, high, wide, m;
+  void* marks[4];
+  void* stream;
+};
+
+enum TileOp : int { TILE_AMAX, TILE_ENCODE, TILE_CENSUS, TILE_LOSSY, TILE_HALVES };
+
+int requant_tile(const RequantTile* tile) {
+  const RequantTile& t = *tile;
+  const cudaStream_t stream = stream_of(t.stream);
+  const auto mark = [&](int i) { return cudaEventRecord(static_cast<cudaEvent_t>(t.marks[i]), stream); };
+  int status = mark(0);
+  if (!status && t.sent) status = cudaMemcpyAsync(t.device_in, t.host_in, t.sent, cudaMemcpyHostToDevice, stream);
+  if (!status) status = mark(1);
+  if (status) return status;
+  const auto* scales = static_cast<const uint8_t*>(t.device_in) + t.scales_at;
+  auto* out = static_cast<uint8_t*>(const_cast<void*>(t.device_out));
+  auto* out_scales = out + t.out_scales_at;
+  auto* total = static_cast<unsigned long long*>(t.sum);
+  switch (t.op) {
+    case TILE_AMAX:
+      status = t.kind < 0 ? requant_bf16_amax(t.device_in, t.blocks, static_cast<unsigned*>(t.sum), stream)
+                          : requant_float_amax(t.kind, t.device_in, t.blocks, t.blocks_per_row, t.grid, t.high, t.wide, t.row,
+                                               static_cast<unsigned*>(t.sum), stream);
+      break;
+    case TILE_ENCODE:
+      status = t.kind < 0 ? requant_bf16_nvfp4(t.device_in, t.blocks, t.scale_2, out, out_scales, stream)
+                          : requant_float_nvfp4(t.kind, t.device_in, t.blocks, t.blocks_per_row, t.grid, t.high, t.wide, t.row,
+                                                t.scale_2, out, out_scales, stream);
+      break;
+    case TILE_CENSUS: status = requant_half_census(t.device_in, scales, t.blocks, total, stream); break;
+    case TILE_LOSSY: status = requant_lossy_error(t.device_in, scales, t.blocks, t.m, total, total + 256, stream); break;
+    case TILE_HALVES: status = requant_repack_halves(t.device_in, scales, t.blocks, t.m, out, out_scales, total, stream); break;
+    default: status = cudaErrorInvalidValue;
+  }
+  if (!status) status = mark(2);
+  if (!status && t.fetched) status = cudaMemcpyAsync(t.host_out, t.device_out, t.fetched, cudaMemcpyDeviceToHost, stream);
+  return status ? status : mark(3);
+}
+
 const char* requant_quantize_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
 }

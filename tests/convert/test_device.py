@@ -56,18 +56,12 @@ class FakeLane:
     def constant(self, values):
         return values.copy()
 
-    def open(self, slot):
-        slot.busy = True
-
-    def upload(self, slot, nbytes, target=None):
-        self.uploads += 1
-        buffer = slot.device if target is None else target
-        buffer[:nbytes] = slot.input[:nbytes]
+    def queue(self, slot, job, sent, fetched, at=None):
+        slot.busy, slot.fetched, self.uploads = True, fetched, self.uploads + (sent > 0)
+        buffer = slot.device if at is None else at
+        buffer[:sent] = slot.input[:sent]
         slot.input[:] = 0xEE  # what is read into it too early is lost
-        return buffer
-
-    def close(self, slot, nbytes):
-        slot.fetched = nbytes
+        getattr(self, job.op)(slot, buffer, job)
 
     def wait(self, slot):
         slot.output[: slot.fetched], slot.busy = slot.result[: slot.fetched], False
@@ -84,21 +78,19 @@ class FakeLane:
     def end(self, name):
         return self._sums[name].copy()
 
-    def _values(self, at, blocks, source, row):
-        size = {None: 2, 0: 2, 1: 4, 2: 1}[source.kind]
-        raw = np.ascontiguousarray(at[: blocks * 16 * size]).view(
-            {None: "<u2", 0: "<f2", 1: "<f4", 2: "u1"}[source.kind]
-        )
-        raw = raw.reshape(-1, 16 * source.blocks_per_row)
+    def _values(self, at, job):
+        source, size = job.source, {None: 2, 0: 2, 1: 4, 2: 1}[job.source.kind]
+        dtype = {None: "<u2", 0: "<f2", 1: "<f4", 2: "u1"}[source.kind]
+        raw = np.ascontiguousarray(at[: job.blocks * 16 * size]).view(dtype).reshape(-1, 16 * source.blocks_per_row)
         if source.kind != 2:
             return raw
         out = np.empty(raw.shape, np.float32)
-        dequantize_fp8_block(raw, source.grid, (source.high, source.wide), out, row)
+        dequantize_fp8_block(raw, source.grid, (source.high, source.wide), out, job.row)
         return out
 
-    def amax(self, at, blocks, source, row):
+    def amax(self, slot, at, job):
         try:
-            largest = np.float32(amax(self._values(at, blocks, source, row)))
+            largest = np.float32(amax(self._values(at, job)))
         except NonFiniteError:
             largest = np.float32(np.inf)
         self._sums["amax"][0] = max(int(largest.view(np.uint32)), int(self._sums["amax"][0]))
@@ -106,32 +98,34 @@ class FakeLane:
     def set_scale(self, scale):
         self._scale = scale
 
-    def encode(self, slot, at, blocks, source, row):
-        w = self._values(at, blocks, source, row)
+    def encode(self, slot, at, job):
+        w = self._values(at, job)
         codes, scales = np.empty((len(w), w.shape[1] // 2), np.uint8), np.empty((len(w), w.shape[1] // 16), np.uint8)
         bf16_to_nvfp4(w, self._scale, codes, scales)
-        self._put(slot, codes, scales)
+        self._put(slot, job, codes, scales)
 
-    def _put(self, slot, codes, scales):
-        slot.result[: codes.size], at = codes.reshape(-1), align(codes.size)
-        slot.result[at : at + scales.size] = scales.reshape(-1)
+    def _put(self, slot, job, codes, scales):
+        assert codes.size == job.codes_out
+        slot.result[: codes.size], begin = codes.reshape(-1), align(codes.size)
+        slot.result[begin : begin + scales.size] = scales.reshape(-1)
 
     @staticmethod
-    def _blocks(codes, scales, blocks):
-        return codes[: 16 * blocks].reshape(1, -1), scales[:blocks].reshape(1, -1)
+    def _planes(at, job):
+        codes, scales = at[: 16 * job.blocks], at[job.scales_at : job.scales_at + job.blocks]
+        return codes.reshape(1, -1), scales.reshape(1, -1)
 
-    def census(self, codes, scales, blocks):
-        repack_jit.half_census(*self._blocks(codes, scales, blocks), self._sums["census"].reshape(256, 4, 4, 2))
+    def census(self, slot, at, job):
+        repack_jit.half_census(*self._planes(at, job), self._sums["census"].reshape(256, 4, 4, 2))
 
-    def lossy(self, codes, scales, blocks, m):
+    def lossy(self, slot, at, job):
         total = self._sums["lossy"]
-        total[256] += repack_jit.lossy_error(*self._blocks(codes, scales, blocks), m, total[:256])
+        total[256] += repack_jit.lossy_error(*self._planes(at, job), job.m, total[:256])
 
-    def halves(self, slot, codes, scales, blocks, m):
-        planes, counts = self._blocks(codes, scales, blocks), np.zeros(4, np.int64)
-        out = np.empty_like(planes[0]), np.empty((1, 2 * blocks), np.uint8)
-        repack_jit.repack_tile(*planes, m, *out, counts)
-        self._put(slot, *out)
+    def halves(self, slot, at, job):
+        planes, counts = self._planes(at, job), np.zeros(4, np.int64)
+        out = np.empty_like(planes[0]), np.empty((1, 2 * job.blocks), np.uint8)
+        repack_jit.repack_tile(*planes, job.m, *out, counts)
+        self._put(slot, job, *out)
         self._sums["halves"][:3] += counts[1:]
 
 

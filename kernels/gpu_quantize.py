@@ -249,6 +249,9 @@ def quantize(
             raise ValueError(f"K = {w.shape[-1]} is not a multiple of {NVFP4_GROUP}")
         if w.device != weights[0].device:
             raise ValueError("all members of a fused group must lie on one device")
+    value = 1.0 if global_scale is None else float(global_scale)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"global scale {value} is not a positive finite number")
     launch = Launcher(weights[0].device)
     amax = torch.zeros(1, dtype=torch.int32, device=launch.device)
     if global_scale is None or check:
@@ -258,9 +261,6 @@ def quantize(
         scale = torch.empty(1, dtype=torch.float32, device=launch.device)
         launch("global_scale", amax, scale)
     else:
-        value = float(global_scale)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"global scale {value} is not a positive finite number")
         scale = torch.full((1,), value, dtype=torch.float32, device=launch.device)
     out: list[tuple[torch.Tensor, torch.Tensor]] = []
     for w in weights:

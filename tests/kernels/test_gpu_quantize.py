@@ -262,6 +262,11 @@ def test_mxfp4_operands_that_do_not_fit_are_refused(codes, scales, message):
         ([torch.zeros((2, 16))], None, ValueError, r"must be torch\.bfloat16"),
         ([], None, ValueError, "at least one member"),
         ([torch.zeros((2, 16), dtype=torch.bfloat16)], None, KernelUnavailableError, "these are on cpu"),
+        ([torch.zeros((2, 16), dtype=torch.bfloat16)], 0.0, ValueError, "global scale 0.0 is not a positive finite"),
+        ([torch.zeros((2, 16), dtype=torch.bfloat16)], -1.0, ValueError, "global scale -1.0 is not"),
+        ([torch.zeros((2, 16), dtype=torch.bfloat16)], float("nan"), ValueError, "global scale nan is not"),
+        ([torch.zeros((2, 32), dtype=torch.bfloat16)[:, ::2]], None, ValueError, "contiguous"),
+        ([torch.zeros(72, dtype=torch.bfloat16)[4:68].view(4, 16)], None, ValueError, "multiple of 16 bytes"),
     ],
 )
 def test_bf16_operands_that_do_not_fit_are_refused(weights, scale, error, message):
@@ -360,6 +365,19 @@ def test_bf16_under_a_given_scale_equals_the_cpu(scale):
     expected = cpu_nvfp4(bits, scale)
     np.testing.assert_array_equal(got.members[0][1].cpu().numpy(), expected[1])
     np.testing.assert_array_equal(got.members[0][0].cpu().numpy(), expected[0])
+
+
+@pytest.mark.gpu
+def test_no_rows_are_an_empty_answer():
+    nothing = gpu_quantize.quantize([torch.zeros((0, 32), dtype=torch.bfloat16, device="cuda")])
+    assert (nothing.global_scale.item(), nothing.members[0][0].shape) == (1.0, (0, 16))
+    empty = (
+        torch.zeros((0, 16), dtype=torch.uint8, device="cuda"),
+        torch.zeros((0, 1), dtype=torch.uint8, device="cuda"),
+    )
+    repacked = gpu_quantize.repack([empty])
+    assert (repacked.counts.blocks, repacked.members[0][1].shape) == (0, (0, 2))
+    assert gpu_quantize.repack_halves(*empty, 0)[2].blocks == 0
 
 
 @pytest.mark.gpu

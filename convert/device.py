@@ -38,7 +38,7 @@ START_S: Final = 10.0
 FASTER: Final = 1.2
 """The GPU must beat all workers of the processor by this factor, or the processor stays."""
 HELD_BYTES: Final = 2**30
-"""Of GPU memory for one worker's group, between its two passes."""
+"""Of GPU memory for one worker's group, between its two passes; less where half of what is free is less."""
 _PROBE_ROWS: Final = 2048
 _PROBE_COLUMNS: Final = 2048
 
@@ -46,7 +46,7 @@ _PROBE_COLUMNS: Final = 2048
 def gpu_refusal(unit: GroupUnit) -> str:
     """Why the GPU does not take a group, or "" (an MXFP4 group in its window is not computed at all)."""
     number = unit.members[0].form.number
-    if unit.kind == "relayout":
+    if unit.kind in ("relayout", "share"):
         return "the same numbers under other names: copied"
     if number != "nvfp4":
         return f"no GPU kernel writes {number.upper()}"
@@ -59,8 +59,8 @@ def _member_refusal(member: Member) -> str:
     weight = member.weight
     if member.form.transposed:
         return "planes are written transposed"
-    if weight.format not in ("mxfp4", "plain", "fp8"):
-        return f"no GPU kernel reads {weight.format.upper()}"
+    if weight.format not in ("mxfp4", "plain", "fp8") or weight.more.blocked:
+        return f"no GPU kernel reads {'GGUF blocks' if weight.more.blocked else weight.format.upper()}"
     if member.step != 1 or weight.more.turned or weight.more.rotary or (weight.format == "fp8" and weight.experts):
         return "rows are not side by side in the source"
     if tile_rows(member, SLOT_BYTES) == 0:
@@ -120,7 +120,7 @@ class GpuCompute:
 
     def __call__(self, plan: Plan, unit: Unit, files: ShardFiles) -> dict[str, Any]:
         """compute.run_unit, timed. EnvironmentFault if the GPU fails: what was done is kept."""
-        if isinstance(unit, CopyUnit) or unit.kind == "relayout":
+        if isinstance(unit, CopyUnit) or unit.kind in ("relayout", "share"):
             with self.meter.time("copy", unit.nbytes):
                 return run_unit(plan, unit, files)
         if gpu_refusal(unit):
@@ -128,7 +128,7 @@ class GpuCompute:
                 return run_unit(plan, unit, files)
         # What is left of a repack beside its passes on the GPU is reading scales and copying codes.
         try:
-            with self._lane() as lane, self.meter.time("copy" if unit.kind == "repack" else "gpu"):
+            with self.lane() as lane, self.meter.time("copy" if unit.kind == "repack" else "gpu"):
                 counts = run_unit(plan, unit, files, GpuGroups(lane, self.meter))
         except RequantError:
             raise
@@ -143,7 +143,8 @@ class GpuCompute:
         return counts
 
     @contextmanager
-    def _lane(self) -> Generator[Lane]:
+    def lane(self) -> Generator[Lane]:
+        """A lane for this thread alone."""
         try:
             lane = self._lanes.get_nowait()
         except queue.Empty:
@@ -206,7 +207,7 @@ def _driver_finds_gpu() -> bool:
 
 def _gpu(workers: int, reason: str) -> GpuCompute:
     """The first GPU with its kernels loaded, or EnvironmentFault."""
-    from requant.kernels.availability import KernelUnavailableError, State
+    from requant.kernels.availability import State
 
     hint = "set execute.device: cpu (or auto); `requant doctor` says what this machine has"
     try:
@@ -218,9 +219,10 @@ def _gpu(workers: int, reason: str) -> GpuCompute:
         if found.state is not State.RUNS:
             raise EnvironmentFault(f"the GPU cannot convert: {found.reason}", where="execute.device", hint=hint)
         launch = gpu_quantize.Launcher(torch.device("cuda", 0))
-    except (ImportError, KernelUnavailableError, OSError) as error:
+        held = min(HELD_BYTES, torch.cuda.mem_get_info(0)[0] // (2 * workers))
+    except (ImportError, RuntimeError, OSError) as error:  # of torch's CUDA, nvcc, the library
         raise EnvironmentFault(f"the GPU cannot convert: {error}", where="execute.device", hint=hint) from error
-    return GpuCompute(lambda: GpuLane(launch, HELD_BYTES), torch.cuda.get_device_name(0), reason, workers)
+    return GpuCompute(lambda: GpuLane(launch, held), torch.cuda.get_device_name(0), reason, workers)
 
 
 def _processor_rate() -> float:
@@ -244,22 +246,21 @@ def _gpu_rate(compute: GpuCompute) -> float:
     import numpy as np
     from requant.kernels.gpu_lane import FloatSource, Job
 
-    lane = compute.make_lane()
-    lane.enter()
-    lane.set_scale(np.float32(1.0))
     source, nbytes = FloatSource(None, _PROBE_COLUMNS // 16), SLOT_BYTES // 2
     blocks, flights = nbytes // 32, 24
     best = float("inf")
-    for _ in range(2):
-        flying: list[Any] = []
-        begin = time.perf_counter()
-        for _ in range(flights):
-            if len(flying) == 2:
-                lane.wait(flying.pop(0))
-            slot = lane.slot()
-            lane.queue(slot, Job("encode", blocks, source), nbytes, nbytes // 4 + nbytes // 32)
-            flying.append(slot)
-        for slot in flying:
-            lane.wait(slot)
-        best = min(best, time.perf_counter() - begin)
+    with compute.lane() as lane:
+        lane.set_scale(np.float32(1.0))
+        for _ in range(2):
+            flying: list[Any] = []
+            begin = time.perf_counter()
+            for _ in range(flights):
+                if len(flying) == 2:
+                    lane.wait(flying.pop(0))
+                slot = lane.slot()
+                lane.queue(slot, Job("encode", blocks, source), nbytes, nbytes // 4 + nbytes // 32)
+                flying.append(slot)
+            for slot in flying:
+                lane.wait(slot)
+            best = min(best, time.perf_counter() - begin)
     return flights * nbytes / best / 1e9

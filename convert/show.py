@@ -15,6 +15,7 @@ from requant.convert.plan import CopyUnit, Plan
 from requant.convert.predict import ASSUMED_WORKER_GBPS, ASSUMPTIONS, Fleet, Load, predict, prediction_text
 from requant.convert.runrecord import measured_rate, run_text
 from requant.convert.scan import GroupForecast
+from requant.kernels.gpu_lane import PINNED_BYTES
 from requant.manifests.errors import UsageError
 
 __all__ = [
@@ -33,6 +34,8 @@ ASSUMED_GBPS: Final = 1.0
 """Disk throughput (GB of source per second) behind the time estimate, said in the plan."""
 BASE_MEMORY: Final = 120 * 2**20
 """Interpreter, numpy, and the compiled kernels."""
+GPU_MEMORY: Final = 2 * 2**30
+"""torch and a CUDA context, on this side of PCIe, roughly."""
 PER_TENSOR: Final = 320
 """Bytes of plan for each tensor of source and output: 0.48 GB for the 1.5 million of Kimi-K3 (test_plan_scale.py)."""
 
@@ -64,7 +67,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _memory(plan: Plan) -> int:
     tensors = len(plan.catalogue.tensors) + len(plan.tensors)
-    return BASE_MEMORY + tensors * PER_TENSOR + _workers(plan) * worker_bytes(plan)
+    lanes = GPU_MEMORY + _workers(plan) * PINNED_BYTES if plan.manifest.execute.device == "cuda" else 0
+    return BASE_MEMORY + tensors * PER_TENSOR + _workers(plan) * worker_bytes(plan) + lanes
 
 
 def _workers(plan: Plan) -> int:

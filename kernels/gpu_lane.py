@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     import torch
     from requant.kernels.gpu_quantize import Launcher
 
-__all__ = ["SLOT_BYTES", "FloatSource", "GpuLane", "Job", "Slot", "align", "input_bytes", "output_bytes"]
+__all__ = [
+    "PINNED_BYTES",
+    "SLOT_BYTES",
+    "FloatSource",
+    "GpuLane",
+    "Job",
+    "Slot",
+    "align",
+    "input_bytes",
+    "output_bytes",
+]
 
 SLOT_BYTES: Final = 8 * 2**20
 """Source bytes of a tile at most: 150 us on PCIe 5, against 10 us to queue it."""
@@ -52,6 +62,10 @@ def input_bytes(tile: int) -> int:
 def output_bytes(tile: int) -> int:
     """Room for what becomes of it: MXFP4 grows the most, 17 bytes to 18."""
     return align(tile) + align(tile // 8) + 256
+
+
+PINNED_BYTES: Final = 2 * (input_bytes(SLOT_BYTES) + output_bytes(SLOT_BYTES))
+"""Of the machine's memory, by one lane."""
 
 
 @dataclass(frozen=True)

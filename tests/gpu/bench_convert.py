@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 from requant.convert.pipeline import prepare, run_job
@@ -55,6 +56,7 @@ def main() -> int:
             verdict = f"{'same' if equal else 'OTHER'} bytes as {given.devices[0]}"
             print(f"{name}, device {device}: {verdict}, {len(hashes[device])} shards")
             print(run_text(result.record), flush=True)
+            print(f"  peak memory of this process so far: {getrusage(RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB", flush=True)
             rows.append({"source": name, "device": device, "equal": equal, **result.record})
             shutil.rmtree(output)
         shutil.rmtree(source)

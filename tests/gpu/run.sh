@@ -5,15 +5,15 @@
 #
 #   tests/gpu/run.sh OUT COMMIT [WORK]     results in OUT (to be committed under docs/), checkpoints (12 GB) in WORK
 #
-# STEPS chooses among doctor, quantizers, deepseek-v4, gpt-oss and tests (default: all, in that order; the first four take
-# about two minutes on an H200). GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage
+# STEPS chooses among doctor, sanitize, quantizers, convert, deepseek-v4, gpt-oss and tests (default: all, in that order; all
+# but the last take about three minutes on an H200). GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage
 # (default: 32).
 #
 # Each step has its own time limit and goes on after a failure; the last lines say what failed. Exit status: failures.
 set -uo pipefail
 out=$1 commit=$2 work=${3:-$(mktemp -d)}
 failures=0
-steps=" ${STEPS:-doctor quantizers deepseek-v4 gpt-oss tests} "
+steps=" ${STEPS:-doctor sanitize quantizers convert deepseek-v4 gpt-oss tests} "
 mkdir -p "$out" "$work"
 requant() { python3 -P -m requant.convert.cli "$@"; } # -P: the folder `convert` here is not the package
 
@@ -38,7 +38,21 @@ step() { # step NAME SECONDS COMMAND...
 } >"$out/machine.txt" 2>&1
 
 wanted doctor && step doctor 60 python3 -P -m requant.convert.cli doctor
+sanitize() { # on this card's own target; kernels/csrc/quantize.cu (w4a4 and w4a16 have their own drivers)
+  local arch cuda=${CUDA_HOME:-/usr/local/cuda}/bin
+  arch=$(python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
+  [ "$arch" -lt 90 ] || arch=${arch}a
+  "$cuda/nvcc" -std=c++17 -O3 -lineinfo -gencode "arch=compute_$arch,code=sm_$arch" -Ikernels/csrc \
+    tests/kernels/quantize_sanitize.cu -o "$1/quantize_sanitize" || return 1
+  for tool in memcheck racecheck; do
+    "$cuda/compute-sanitizer" --error-exitcode 1 --tool "$tool" "$1/quantize_sanitize" || return 1
+  done
+}
+export -f sanitize
+wanted sanitize && step sanitize 120 bash -c "sanitize '$work'"
 wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
+
+wanted convert && step convert 120 python3 -P tests/gpu/bench_convert.py "$work/convert" --gb 4 --json "$out/convert.json"
 
 # The numerics stage reads 8 GB in exact arithmetic and has its own tests: here only the kernels are judged (exit 5: the
 # stages left out are `not run`, so this is no sign-off).

@@ -17,6 +17,7 @@ from requant.convert.device import GpuCompute, choose_device, gpu_refusal, share
 from requant.convert.meter import Interval, Meter
 from requant.convert.pipeline import prepare, run_job
 from requant.convert.runrecord import run_text
+from requant.convert.show import plan_json
 from requant.kernels import repack_jit
 from requant.kernels.cpu_dequant import dequantize_fp8_block
 from requant.kernels.gpu_lane import align, input_bytes, output_bytes
@@ -306,6 +307,8 @@ def test_a_plan_says_what_the_gpu_takes_and_what_not(kit):
     shares = shares_of(job_of(kit, plain(kit), "cuda", "a").plan)
     assert (shares.groups, shares.repacked, shares.refused) == (4, 0, {})
     assert shares.nbytes == 160 * (80 * 2 + 47 * 2 + 160 * 2 + 40 * 4)
+    memory = [plan_json(job_of(kit, plain(kit), where, "a").plan)["needs"]["memory_bytes"] for where in ("cpu", "cuda")]
+    assert memory[1] - memory[0] > 2 * 2**30, "torch, the context and pinned memory"
     folder, _ = plain(kit)
     choices = [{"match": "*.o_proj", "to": "nvfp4", "scale": "mse"}, *PLAIN]
     shares = shares_of(job_of(kit, (folder, choices), "cuda", "b").plan)

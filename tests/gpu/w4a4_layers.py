@@ -2,10 +2,11 @@
 
     python tests/gpu/w4a4_layers.py CONVERTED [--activations FILE] [--match TEXT] [--most 24] [--json FILE]
 
-Every NVFP4 matrix, up to --most: activations are quantized on the fly, per token and under the static input_scale that
-calibrating on them gives (amax / (6 * 448)); y is held to |y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64
-product of what is multiplied, element by element. Experts of one layer are stacked (up to 8) and go through the grouped
-kernel too. Without --activations x is random, outlier channels 64 times the rest. Exit 1 if an element is out of bound.
+Every NVFP4 or MXFP4 matrix of modelopt's layout, up to --most: x is quantized on the fly into the weight's format, for
+NVFP4 per token and under the static input_scale that calibrating on them gives (amax / (6 * 448)); y is held to
+|y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64 product of what is multiplied, element by element. Experts of
+one layer are stacked (up to 8) and go through the grouped kernel too. Without --activations x is random, outlier
+channels 64 times the rest. Exit 1 if an element is out of bound.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from requant.kernels.availability import gpu
-from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, NumberFormat
+from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, NumberFormat
 from requant.kernels.w4a4 import Fp4Tensor, grouped_matmul, matmul, quantize, route
 from safetensors import safe_open
 
@@ -43,7 +44,8 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     for seed, (name, w) in enumerate(weights.items()):
         x, kind = activations(given.activations, name, w.k, given.tokens, seed)
-        rows += [judge(name, w, x, kind, scale) for scale in (None, float(x.abs().max()) / 2688)]
+        static = [float(x.abs().max()) / 2688] if w.format is NumberFormat.NVFP4 else []
+        rows += [judge(name, w, x, kind, scale) for scale in (None, *static)]
     for layer, names in experts_of(weights).items():
         rows += [judge_grouped(layer, [weights[name] for name in names], given.tokens)]
     for row in rows:
@@ -61,11 +63,13 @@ def matrices(folder: Path, match: str, most: int):
     count = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt", device="cuda") as file:
-            for name in file.keys():  # noqa: SIM118
-                if count < most and name.endswith(".weight_scale_2") and match in name:
-                    module = name.removesuffix(".weight_scale_2")
-                    codes, scales = file.get_tensor(f"{module}.weight"), file.get_tensor(f"{module}.weight_scale")
-                    scale = float(file.get_tensor(name))
+            names = set(file.keys())
+            for name in sorted(names):
+                if count < most and name.endswith(".weight_scale") and match in name:
+                    module = name.removesuffix(".weight_scale")
+                    codes, scales = file.get_tensor(f"{module}.weight"), file.get_tensor(name)
+                    second = f"{module}.weight_scale_2"
+                    scale = float(file.get_tensor(second)) if second in names else None
                     yield module, Fp4Tensor.weight(codes.view(torch.uint8), scales.view(torch.uint8), scale)
                     count += 1
 
@@ -84,16 +88,14 @@ def random_x(tokens: int, k: int, seed: int) -> torch.Tensor:
     return x.bfloat16().cuda()
 
 
-def decode(w: Fp4Tensor, rows: slice = slice(None)) -> torch.Tensor:
+def decode(w: Fp4Tensor) -> torch.Tensor:
     """float64, exact."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cuda")
-    scales = torch.tensor(E4M3_VALUES, dtype=torch.float64, device="cuda")
-    codes, blocks = w.codes[rows], w.scales[rows]
-    out = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
-    out *= scales[blocks.long()].repeat_interleave(16, -1)
-    assert w.global_scale is not None
-    per_row = w.global_scale.double().reshape(-1, *[1] * (out.dim() - 1))
-    return out * (per_row[rows] if per_row.shape[0] > 1 else per_row)
+    table = E4M3_VALUES if w.format is NumberFormat.NVFP4 else E8M0_VALUES
+    scales = torch.tensor(table, dtype=torch.float64, device="cuda")
+    out = values[torch.stack([w.codes & 15, w.codes >> 4], -1).flatten(-2).long()]
+    out *= scales[w.scales.long()].repeat_interleave(w.format.group, -1)
+    return out if w.global_scale is None else out * w.global_scale.double().reshape(-1, *[1] * (out.dim() - 1))
 
 
 def of_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
@@ -102,12 +104,12 @@ def of_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 
 
 def judge(name: str, w: Fp4Tensor, x: torch.Tensor, kind: str, scale: float | None) -> dict[str, object]:
-    quantized = quantize(x, NumberFormat.NVFP4, input_scale=scale, emulate=EMULATE)
+    quantized = quantize(x, w.format, input_scale=scale, emulate=EMULATE)
     y = matmul(x, w, input_scale=scale, emulate=EMULATE)
     rounded = decode(quantized)
     return {
         "module": name, "shape": f"{w.codes.shape[0]} x {w.k}", "m": x.shape[0], "x": kind,
-        "scale": "token" if scale is None else "static", "elements": y.numel(),
+        "scale": "-" if w.global_scale is None else "token" if scale is None else "static", "elements": y.numel(),
         "of_bound": of_bound(y, rounded, decode(w)), "rounding": rounding(rounded, x),
     }  # fmt: skip
 
@@ -129,7 +131,8 @@ def experts_of(weights: dict[str, Fp4Tensor]) -> dict[str, list[str]]:
 
 def judge_grouped(layer: str, members: list[Fp4Tensor], tokens: int) -> dict[str, object]:
     codes, scales = (torch.stack([getattr(m, part) for m in members]) for part in ("codes", "scales"))
-    stacked = Fp4Tensor.weight(codes, scales, torch.cat([m.global_scale.reshape(1) for m in members]))
+    globals_ = [m.global_scale.reshape(1) for m in members if m.global_scale is not None]
+    stacked = Fp4Tensor.weight(codes, scales, torch.cat(globals_) if globals_ else None)
     x = random_x(tokens, members[0].k, 99)
     ids = torch.stack([torch.randperm(len(members))[:2] for _ in range(tokens)]).cuda()
     routing = route(ids, len(members))

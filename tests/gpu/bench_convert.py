@@ -1,6 +1,6 @@
 """Conversions on the processor and on the GPU: the same bytes, what bounds each, how fast.
 
-    python tests/gpu/bench_convert.py WORK [--gb 8] [--devices cpu cuda] [--json FILE]
+    python tests/gpu/bench_convert.py WORK [--gb 8] [--sources BF16 FP8 MXFP4] [--devices cpu cuda] [--json FILE]
 
 Checkpoints are written to WORK: a plain BF16 one, FP8 in blocks of 128 x 128, and DeepSeek-V4 experts whose exponents
 span 24, so that codes must be looked at. Each is converted by `execute.device: cpu`, `cuda` and `auto`, sources in the
@@ -32,12 +32,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--gb", type=float, default=8.0)
+    parser.add_argument("--sources", nargs="+", default=["BF16", "FP8", "MXFP4"])
     parser.add_argument("--devices", nargs="+", default=["cpu", "cuda", "cpu", "cuda", "auto"])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     rows, unequal = [], 0
-    for name, make in (("BF16", bf16), ("FP8 blocks", fp8), ("MXFP4, out of window", deepseek)):
+    for name in given.sources:
+        make = {"BF16": bf16, "FP8": fp8, "MXFP4": deepseek}[name]
         source = given.work / "source"
         layers = make(source, int(given.gb * 1e9))
         hashes = {}

@@ -13,12 +13,14 @@ EVAL_VENV := $(VENV)-eval
 EVAL_ENV  := $(EVAL_VENV)/.stamp-eval
 SERVE_VENV := $(VENV)-serve
 SERVE_ENV := $(SERVE_VENV)/.stamp-serve
+LOADER_VENV := $(VENV)-transformers
+LOADER_ENV := $(LOADER_VENV)/.stamp-transformers
 RAY_ENV   := $(VENV)/.stamp-ray
 OBJECTS_ENV := $(VENV)/.stamp-objects
 MODEL     := $(DEMO_OUT)/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray test-objects test-eval test-serve lint types pytest format build clean
+.PHONY: help demo test test-ray test-objects test-eval test-serve transformers lint types pytest format build clean
 
 help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
@@ -26,6 +28,7 @@ help:
 	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
 	@echo 'make test-objects  sources and outputs on an S3 server (installs moto and s3fs, 190 MB)'
 	@echo 'make test-eval  the tests that need transformers, in .venv-eval'
+	@echo 'make transformers  .venv-transformers, with which make test loads outputs in transformers, too'
 	@echo 'make test-serve  the tests that start a real server, in .venv-serve'
 	@echo 'make lint | types | pytest | format | build | clean'
 	@echo 'PYTHON=$(PYTHON) VENV=$(VENV) DEMO_OUT=$(DEMO_OUT) JOBS=$(JOBS)'
@@ -62,6 +65,10 @@ test-objects: $(OBJECTS_ENV)
 test-eval: $(EVAL_ENV)
 	$(EVAL_VENV)/bin/python -m pytest tests/model $(ARGS)
 
+# transformers and compressed-tensors on the PyTorch of the tests, for the tests that load what was written:
+# REQUANT_TRANSFORMERS_PYTHON=.venv-transformers/bin/python make test
+transformers: $(LOADER_ENV)
+
 # A real server under a real load: `transformers serve` and guidellm, in an environment of their own.
 test-serve: $(SERVE_ENV)
 	$(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
@@ -74,7 +81,7 @@ build: $(DEV_ENV)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) $(SERVE_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) $(SERVE_VENV) $(LOADER_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -101,6 +108,14 @@ $(EVAL_ENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EVAL_VENV)
 	$(EVAL_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
 	  --editable '.[eval,demo]' 'pytest>=8.3' 'hypothesis>=6.130'
+	@touch $@
+
+$(LOADER_ENV): $(DEV_ENV)
+	$(BIN)/python -m venv $(LOADER_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(LOADER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(LOADER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  'transformers>=5.24' 'compressed-tensors>=0.20' 'accelerate>=1.15'
 	@touch $@
 
 $(SERVE_ENV): pyproject.toml constraints.txt

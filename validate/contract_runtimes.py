@@ -69,6 +69,9 @@ def check_runtimes(view: OutputView, runtimes: Sequence[str], facts: ScaleFacts,
                 f"whether {runtime} loads this layout is not known to this tool: only the common rules were applied"
             )
             found.info("runtime-unverified", message, runtime=runtime, hint="load it there before publishing")
+    if "transformers" not in runtimes and view.declared is not None and _drops_globals(view, view.declared):
+        hint = "do not load it there; dense models are fine"
+        found.warning("transformers-moe-global-scale", _DROPPED, runtime="transformers", hint=hint)
     _check_marlin(view, facts, found)
     return {runtime: _standing(runtime, unverified, found) for runtime in runtimes}
 
@@ -164,14 +167,20 @@ def _check_sglang(view: OutputView, declared: Declared, found: Collector) -> boo
     return declared.dialect in (Dialect.MODELOPT, Dialect.HYBRID) and known
 
 
+_DROPPED = "transformers 5.24 fuses the experts and drops weight_global_scale without a word"
+
+
+def _drops_globals(view: OutputView, declared: Declared) -> bool:
+    return declared.dialect is Dialect.COMPRESSED_TENSORS and declared.kind is Kind.NVFP4 and view.is_moe
+
+
 def _check_transformers(view: OutputView, declared: Declared, found: Collector) -> bool:
     if declared.dialect in (Dialect.MODELOPT, Dialect.MODELOPT_MIXED):
         message = "transformers has no modelopt quantizer: it would read packed bytes as plain weights"
         found.error("transformers-modelopt", message, runtime="transformers", hint="write layout compressed-tensors")
-    if declared.dialect is Dialect.COMPRESSED_TENSORS and declared.kind is Kind.NVFP4 and view.is_moe:
-        message = "transformers 5.24 fuses the experts and drops weight_global_scale without a word"
+    if _drops_globals(view, declared):
         hint = "declare vllm or sglang for this output; dense models are fine"
-        found.error("transformers-moe-global-scale", message, runtime="transformers", hint=hint)
+        found.error("transformers-moe-global-scale", _DROPPED, runtime="transformers", hint=hint)
     return declared.dialect in (Dialect.MODELOPT, Dialect.COMPRESSED_TENSORS) and declared.kind is not Kind.MXFP4
 
 

@@ -34,15 +34,31 @@ print(json.dumps({"compared": len(ours), "wrong": {n: c for n, c in wrong.items(
 """
 
 
-@pytest.mark.skipif(not (PYTHON or HERE), reason="needs transformers and compressed-tensors")
-@pytest.mark.parametrize("scale", ["nearest", "four-over-six"])
-def test_weights_in_transformers_are_our_bf16(kit, scale):
+NEEDED = pytest.mark.skipif(not (PYTHON or HERE), reason="needs transformers and compressed-tensors")
+
+
+def compared(kit, source, scale):
+    """What PROGRAM says of a source in compressed-tensors NVFP4 and of our own dequantization of that."""
     rules = [{"match": "*_proj", "to": "nvfp4", "scale": scale}, KEEP]
-    packed, _ = kit.convert(LLAMA, rules, output="packed", format="nvfp4-w4a16", layout="compressed-tensors")
+    packed, _ = kit.convert(source, rules, output="packed", format="nvfp4-w4a16", layout="compressed-tensors")
     plain, _ = kit.convert(packed, [{"match": "*", "to": "bf16"}], output="plain", format="bf16")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [PYTHON or sys.executable, "-c", PROGRAM, str(packed), str(plain)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    facts = json.loads(done.stdout.strip().splitlines()[-1])
-    assert facts == {"compared": 21, "wrong": {}}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@NEEDED
+@pytest.mark.parametrize("scale", ["nearest", "four-over-six", "mse"])
+def test_weights_in_transformers_are_our_bf16(kit, scale):
+    assert compared(kit, LLAMA, scale) == {"compared": 21, "wrong": {}}
+
+
+@NEEDED
+@pytest.mark.xdist_group("demo")  # the one worker that fetches the model
+def test_smollm2_in_transformers_is_our_bf16(kit):
+    from requant.convert.smollm2 import main
+
+    assert main([str(kit.tmp / "SmolLM2")]) == 0
+    assert compared(kit, kit.tmp / "SmolLM2", "nearest") == {"compared": 272, "wrong": {}}

@@ -42,6 +42,16 @@ def test_compressed_tensors_experts_are_refused_for_transformers(export, hits, t
     assert result.data["runtimes"] == {"transformers": "simulated: would fail", "vllm": "simulated: ok"}
 
 
+@pytest.mark.parametrize("runtimes", [(), ("vllm",)])
+@pytest.mark.parametrize(("golden", "said"), [("qwen3moe_nvfp4_kvfp8", ["warning"]), ("llama_nvfp4_kvfp8", [])])
+def test_whoever_does_not_declare_transformers_is_warned_about_experts(
+    export, hits, to_compressed_tensors, golden, said, runtimes
+):
+    result = to_compressed_tensors(export(golden)).check(*runtimes)
+    assert [finding.severity for finding in hits(result, "transformers-moe-global-scale")] == said
+    assert result.errors == ()
+
+
 def test_compressed_tensors_mxfp4_is_sound(export, to_compressed_tensors):
     result = to_compressed_tensors(export("llama_mxfp4")).check("vllm", "sglang", "transformers")
     assert result.errors == ()

@@ -14,6 +14,8 @@ from typing import Any, Final, cast
 import yaml
 from requant.manifests.errors import PublishError
 from requant.manifests.schema import Manifest
+from requant.validate.decode_report import DECODING
+from requant.validate.report import SERVING, markdown_table, tables_of
 from requant.validate.results import Status
 from requant.validate.verdict import SignOff
 
@@ -34,6 +36,17 @@ _SERVE: Final[Mapping[str, tuple[str, str]]] = {
     ),
 }
 """How each runtime loads a checkpoint from the Hub; the format is read from config.json."""
+_MEASURED: Final = (
+    ("Accuracy", ("Model against", "Tasks of")),
+    ("Speed", (DECODING, "Kernel times", SERVING)),
+)
+"""Sections of the card, and the beginnings of the headings of the report's tables that they show."""
+_STAGES: Final = {
+    "model": "accuracy of the whole model",
+    "speed": "speed",
+    "kernels": "FP4 kernels",
+    "serving": "a running server",
+}
 _HELD: Final = "simulated: ok"
 """What the contract stage says of a runtime whose loader rules hold."""
 
@@ -199,6 +212,13 @@ def _signed(facts: CardFacts) -> list[str]:
         need = "required" if gate.required else "optional"
         cells = (gate.name, need, gate.status.value, gate.measured_on or "-", gate.reason)
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    for heading, beginnings in _MEASURED:
+        shown = [table for table in tables_of(signoff) if table.heading.startswith(beginnings)]
+        lines += ["", f"### {heading}"] if shown else []
+        for table in shown:
+            title = [f"{table.heading}:", ""] if len(shown) > 1 else []
+            lines += ["", *title, *(line.replace("<", "&lt;") for line in markdown_table(table))]
+            lines += ["", _cell(table.note)] if table.note else []
     plots = [name for name in facts.files if name.startswith("requant.signoff") and name.endswith((".png", ".svg"))]
     return [*lines, *(line for name in plots for line in ("", f"![{name}]({name})"))]
 
@@ -225,7 +245,7 @@ def _limit_lines(facts: CardFacts) -> Iterable[str]:
         if runtime not in held:
             yield f"The loader contract of {runtime} was not shown to hold."
     judged = {gate.name for gate in signoff.gates} if signoff is not None else set[str]()
-    for name, what in (("model", "accuracy of the whole model"), ("speed", "speed"), ("kernels", "FP4 kernels")):
+    for name, what in _STAGES.items():
         if name not in judged:
             yield f"Not measured: {what}."
     if str(facts.lock.get("input_scale", "")).startswith("constant"):

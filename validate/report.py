@@ -16,10 +16,12 @@ from requant.validate.results import JSON, Finding, StageResult, Status
 from requant.validate.verdict import SignOff
 
 __all__ = [
+    "SERVING",
     "Table",
     "bytes_text",
     "finding_line",
     "footer_of",
+    "markdown_table",
     "numbers_of",
     "object_of",
     "render_markdown",
@@ -29,6 +31,8 @@ __all__ = [
     "verdict_of",
 ]
 
+SERVING: Final = "Requests to a running server"
+_NATIVE: Final = {True: "native FP4", False: "FP4 decoded first"}
 _WORST: Final = 10
 """Tensors in the table of the worst."""
 _FINDINGS: Final = 20
@@ -50,7 +54,7 @@ def render_markdown(signoff: SignOff) -> str:
     """The whole report as Markdown."""
     lines = [f"# Sign-off of {signoff.name}", "", f"**{verdict_of(signoff)}**", ""]
     for table in tables_of(signoff):
-        lines += [f"## {table.heading}", "", *_markdown_table(table), ""]
+        lines += [f"## {table.heading}", "", *markdown_table(table), ""]
         if table.note:
             lines += [table.note, ""]
     for stage in signoff.stages:
@@ -62,7 +66,7 @@ def render_markdown(signoff: SignOff) -> str:
         tuple((f.name, f"{f.size:,}", f"`{f.sha256}`") for f in signoff.files),
         frozenset({1}),
     )
-    lines += [f"## {files.heading}", "", *_markdown_table(files), "", "  \n".join(footer_of(signoff)), ""]
+    lines += [f"## {files.heading}", "", *markdown_table(files), "", "  \n".join(footer_of(signoff)), ""]
     return "\n".join(lines)
 
 
@@ -120,6 +124,9 @@ def tables_of(signoff: SignOff) -> list[Table]:
         tables += _kernels(kernels)
     if speed is not None:
         tables += _speed(speed)
+    serving = signoff.stage("serving")
+    if serving is not None:
+        tables += _serving(serving)
     return tables
 
 
@@ -152,7 +159,8 @@ def _model(stage: StageResult) -> list[Table]:
     if answers:
         along = ("KL along the source's answers, mean", f"{_float(answers, 'kl_mean'):.5g}")
         rows.append((*along, _error(answers, 1, "kl_stderr"), rows[0][3]))
-        rows.append(("same first token along them", f"{100 * _float(answers, 'top1_agreement'):.2f}%", "", "-"))
+        if "top1_agreement" in answers:
+            rows.append(("same first token along them", f"{100 * _float(answers, 'top1_agreement'):.2f}%", "", "-"))
     text = object_of(data.get("text"))
     note = f"{_int(data, 'tokens'):,} tokens of {text.get('file')}, {_int(data, 'sequence_length')} in a row"
     note += f"; {data.get('path')}; bounds: {limits.get('origin', 'not judged')}."
@@ -170,7 +178,8 @@ def _tasks(data: Mapping[str, JSON]) -> list[Table]:
     for name, told in object_of(run.get("tasks")).items():
         task = object_of(told)
         scores = [
-            f"{_float(task, arm):.4f} {_error(task, 1, f'{arm}_stderr')}".rstrip() for arm in ("source", "target")
+            f"{_float(task, key):{sign}.4f} {_error(task, 1, f'{key}_stderr')}".rstrip()
+            for key, sign in (("source", ""), ("target", ""), ("difference", "+"))
         ]
         bound = f"-{_float(task, 'margin'):g}" if task.get("judged") else "-"
         verdict = str(task.get("verdict")) if task.get("judged") else "not judged"
@@ -235,6 +244,36 @@ def _kernel_times(stage: StageResult) -> list[Table]:
     note = f"On {bench.get('device')}; {bench.get('path')}." if bench else ""
     heading = "Kernel times" if bench.get("on_gpu") else "Kernel times (CPU path: no claim about decoding)"
     return [Table(heading, columns, tuple(rows), frozenset({1, *range(3, 8)}), note)] if rows else []
+
+
+def _serving(stage: StageResult) -> list[Table]:
+    """Every labelled run of a server at every concurrency, and what the server said of its kernels."""
+    rows: list[tuple[str, ...]] = []
+    told: list[str] = []
+    for run in _objects(stage.data.get("runs")):
+        label = str(run.get("label"))
+        for point in _objects(run.get("points")):
+            counts = (str(_int(point, "concurrency")), f"{_int(point, 'completed')} of {_int(point, 'requests')}")
+            times = (
+                f"{_shown(point, f'{key}_median')} / {_shown(point, f'{key}_p95')}" for key in ("ttft_ms", "itl_ms")
+            )
+            rows.append((label, *counts, _shown(point, "output_tokens_per_s"), *times))
+        kernels = ", ".join(_texts(run.get("kernels"))) or "no FP4 kernel named"
+        incomplete = f"; INCOMPLETE: {run['error']}" if run.get("error") else ""
+        known = run.get("fp4_native")
+        native = "not known whether native" if not isinstance(known, bool) else _NATIVE[known]
+        told.append(f"{label}: {run.get('server')} on {run.get('card')}, {kernels} ({native}){incomplete}")
+    columns = ("run", "streams", "answered", "tokens/s", "TTFT ms, median / p95", "between tokens ms, median / p95")
+    return [Table(SERVING, columns, tuple(rows), frozenset(range(1, 6)), ". ".join(told))] if rows else []
+
+
+def _objects(value: JSON) -> list[Mapping[str, JSON]]:
+    return [object_of(item) for item in value] if isinstance(value, list | tuple) else []
+
+
+def _shown(row: Mapping[str, JSON], key: str) -> str:
+    value = row.get(key)
+    return f"{value:,.1f}" if isinstance(value, int | float) else "-"
 
 
 def _runtimes(contract: StageResult) -> list[Table]:
@@ -415,7 +454,9 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def _markdown_table(table: Table) -> list[str]:
+def markdown_table(table: Table) -> list[str]:
+    """A table as lines of Markdown, without its heading and note."""
+
     def line(cells: Sequence[str]) -> str:
         escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
         return f"| {' | '.join(escaped)} |"

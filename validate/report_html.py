@@ -17,6 +17,7 @@ from typing import Final
 
 from requant.validate.decode_report import DECODING, STEP
 from requant.validate.report import (
+    SERVING,
     Table,
     bytes_text,
     finding_line,
@@ -124,7 +125,7 @@ def _sections(signoff: SignOff) -> list[Section]:
     if speed is not None and speed.data:
         sections.append(_speed(speed, tables))
     if serving is not None and serving.data:
-        sections.append(_serving(serving))
+        sections.append(_serving(serving, tables))
     if tables:  # what another version's report has and this page has no place for
         sections.append(Section("more", "More measurements", tables=tuple(tables.values())))
     for stage in signoff.stages:
@@ -224,27 +225,10 @@ def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
     return Section("speed", "Speed", stage.reason, shown, own + _taken(tables, DECODING, STEP, "Kernel times"), lines)
 
 
-def _serving(serving: StageResult) -> Section:
+def _serving(serving: StageResult, tables: dict[str, Table]) -> Section:
     runs = _objects(serving.data.get("runs"))
     charts = tuple(chart for key, title, unit in _SERVING if (chart := serving_chart(runs, key, title, unit)))
-    servers = tuple(_server(run) for run in runs)
-    return Section("serving", "A running server", serving.reason, charts, (_run_points(runs),) if runs else (), servers)
-
-
-def _server(run: Mapping[str, JSON]) -> str:
-    """A run's label, server and FP4 kernels, and why it is not complete."""
-    native = {True: "native FP4", False: "FP4 decoded first", None: "not known whether native"}
-    kernels = ", ".join(str(kernel) for kernel in _items(run.get("kernels"))) or "no kernel named"
-    known = run.get("fp4_native")
-    told = native[known if isinstance(known, bool) else None]
-    error = f"; INCOMPLETE: {run['error']}" if run.get("error") else ""
-    return (
-        f"{_cell(run.get('label'))}: {_cell(run.get('server'))} on {_cell(run.get('card'))}; {kernels} ({told}){error}"
-    )
-
-
-def _items(value: JSON) -> Sequence[JSON]:
-    return value if isinstance(value, list | tuple) else ()
+    return Section("serving", "A running server", serving.reason, charts, _taken(tables, SERVING))
 
 
 def _run_points(runs: Sequence[Mapping[str, JSON]]) -> Table:

@@ -101,3 +101,52 @@ def test_without_metadata_the_text_still_stays(published):
     metadata, text = published("# Just text\n")
     assert text.startswith("# Just text\n")
     assert metadata["base_model"] == SOURCE
+
+
+def test_accuracy_and_speed_are_the_tables_of_the_report():
+    from requant.convert.card import CardFacts, make_card
+    from requant.manifests.schema import Manifest
+    from requant.validate.report import markdown_table, tables_of
+    from requant.validate.results import StageResult, Status
+    from requant.validate.verdict import Gate, SignOff
+
+    model = {
+        "complete": True,
+        "tokens": 2048,
+        "sequence_length": 512,
+        "path": "GPU",
+        "text": {"file": "<b>.txt"},
+        "kl": {"mean": 0.25, "stderr": 0.02, "p99": 2.2},
+        "top1_agreement": {"mean": 0.73, "stderr": 0.01},
+        "perplexity": {"source": 4.6, "target": 5.8, "ratio": 1.26, "ratio_low": 1.2, "ratio_high": 1.3},
+        "lm_eval": {
+            "version": "0.4.13",
+            "tasks": {"sums, acc": {"questions": 60, "source": 0.5, "target": 0.45, "difference": -0.05, "margin": 0.1,
+                                    "judged": True, "verdict": "not inferior"}},
+        },
+    }  # fmt: skip
+    point = {"concurrency": 8, "requests": 32, "completed": 32, "output_tokens_per_s": 1234.5, "ttft_ms_median": 20.0}
+    serving = {"runs": [{"label": "nvfp4", "server": "vLLM 0.30.0", "card": "NVIDIA B200", "points": [point],
+                         "kernels": ["MoE: CUTLASS"], "fp4_native": True}]}  # fmt: skip
+    stages = (
+        StageResult("model", Status.PASSED, "fine", data=model),
+        StageResult("serving", Status.PASSED, "fine", data=serving),
+    )
+    gates = tuple(Gate(stage.stage, True, "any", Status.PASSED, "fine") for stage in stages)
+    signed = SignOff("m", "now", gates, stages, (), {}, {})
+    manifest = Manifest.model_validate(
+        {"version": 1, "name": "m", "source": {"path": "in"}, "layers": [{"match": "*", "to": "nvfp4"}],
+         "target": {"format": "nvfp4", "output": "out"}}
+    )  # fmt: skip
+    card = make_card(CardFacts("o/m", manifest, {}, signed, "", ()), None, None)
+    headings = [line for line in card.splitlines() if line.startswith("### ")]
+    assert headings[1:5] == ["### Sign-off", "### Accuracy", "### Speed", "### Limits"]
+    for table in tables_of(signed)[1:]:
+        for line in markdown_table(table):
+            assert line in card, table.heading
+    assert "| nvfp4 | 8 | 32 of 32 | 1,234.5 | 20.0 / - | - / - |" in card
+    assert "| sums, acc | 60 | 0.5000 | 0.4500 | -0.0500 | -0.1 | not inferior |" in card
+    assert "nvfp4: vLLM 0.30.0 on NVIDIA B200, MoE: CUTLASS (native FP4)" in card
+    assert "&lt;b>.txt" in card
+    assert "Not measured: FP4 kernels." in card
+    assert "Not measured: accuracy" not in card

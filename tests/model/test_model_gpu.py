@@ -28,7 +28,12 @@ def logits(folder, device, change=lambda model: None, **options):
 
 
 def error(found, expected):
-    return float((found - expected).norm() / expected.norm())
+    """Relative error of the median token."""
+    return float(by_token(found, expected).median())
+
+
+def by_token(found, expected):
+    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,6 +43,8 @@ def test_the_gpu_computes_what_the_reference_path_does_but_for_bf16(golden, name
     found, kernels = logits(folder, "cuda")
     assert none == ()
     assert error(found, expected) < 0.03
+    # some tokens lie so close to another expert that BF16 alone sends them there: 2 of gpt-oss's 99, on a CPU as well
+    assert int((by_token(found, expected) > 0.2).sum()) <= (4 if name in MOE else 0)
     assert all("w4a16" in kernel for kernel in kernels)
     assert bool(kernels) == ("bf16" not in name)
     assert any("experts grouped" in kernel for kernel in kernels) == (name in MOE)
@@ -64,9 +71,9 @@ def test_rounded_activations_are_emulated_where_the_chip_has_no_fp4_units(golden
     expected, _ = logits(folder, "cpu", w4a4=True)
     plain, _ = logits(folder, "cpu")
     found, kernels = logits(folder, "cuda", w4a4=True)
-    # codes flip where BF16 lies a little off, so the two agree less than unrounded ones, and far better than with those
-    assert error(found, expected) < 0.5 * error(plain, expected) + 0.03
-    assert error(found, plain) > 0.3 * error(expected, plain)
+    # codes flip where BF16 lies a little off: the two agree less than unrounded ones do, and better than with those
+    assert error(found, expected) < 0.7 * error(plain, expected)
+    assert error(found, plain) > 0.5 * error(expected, plain)
     assert all("activations rounded before" in kernel or "w4a4" in kernel for kernel in kernels)
 
 

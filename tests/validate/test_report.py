@@ -154,6 +154,15 @@ def test_the_model_is_shown_with_errors_and_bounds() -> None:
     assert "| ratio of perplexities | 1.2614 | 1.1980 to 1.3282 | 1.35 |" in text
     assert "| greedy continuations identical | 1 | of 8 (chat prompts), 64 steps | - |" in text
     assert "2,048 tokens of botchan.txt" in text
+    task = {"questions": 60, "source": 0.5, "source_stderr": 0.06, "target": 0.45, "difference": -0.05, "margin": 0.1}
+    tasks = {"a, acc": {**task, "judged": True, "verdict": "not inferior"}, "a, f1": {**task, "judged": False}}
+    more = {**MODEL, "reduced": ["the memory of the GPU did not suffice"], "lm_eval": {"version": "1", "tasks": tasks}}
+    text = render_markdown(
+        sign_off(GOLDENS / "llama_mxfp4", None, [StageResult("model", Status.PASSED, "", data=more)])
+    )
+    assert "| a, acc | 60 | 0.5000 +- 0.06 | 0.4500 | -0.0500 | -0.1 | not inferior |" in text
+    assert "| a, f1 | 60 | 0.5000 +- 0.06 | 0.4500 | -0.0500 | - | not judged |" in text
+    assert "Reduced: the memory of the GPU did not suffice." in text
     broken = StageResult("model", Status.NOT_RUN, "MemoryError", data={**MODEL, "complete": False, "limits": {}})
     text = render_markdown(sign_off(GOLDENS / "llama_mxfp4", None, [broken]))
     assert "Incomplete: the stage broke off." in text

@@ -37,6 +37,8 @@ ENVIRON = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_grpc_client_keepalive_time_ms": "10000",  # else a silent connection is given up after seven minutes
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
 }
 UPLOAD = """
 import sys, pathlib, boto3

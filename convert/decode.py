@@ -31,6 +31,9 @@ __all__ = ["amax_tiles", "code_rows", "float_tiles", "planes", "scale_grid", "sc
 
 TILE_WEIGHTS: Final = 1 << 20
 """Weights decoded at a time: 4 MB of FP32."""
+PANEL_WEIGHTS: Final = 4194304
+"""Of a matrix that lies [K, N]: every line is a read of its own, and one of kilobytes costs as much as one of a few
+hundred bytes. 8 MB of BF16."""
 _STORED: Final = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 """How the quantizers take each dtype: BF16 as its bits."""
 
@@ -63,8 +66,8 @@ def float_tiles(weight: SourceWeight, start: int, step: int, n: int, files: Open
 
     SourceError for scales that are no scales. Values that are not finite are the taker's to refuse.
     """
-    if weight.format == "plain" and not weight.more.turned:
-        per_tile = max(TILE_WEIGHTS // (weight.cols * step), 1)
+    if weight.format == "plain":
+        per_tile = max((PANEL_WEIGHTS if weight.more.turned else TILE_WEIGHTS) // (weight.cols * step), 1)
     else:
         per_tile = max(TILE_WEIGHTS // weight.cols, 1)
     if weight.format in ("gptq", "awq"):

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from requant.convert.files import read_exact
+from requant.convert.files import read_exact, read_into
 from requant.convert.layouts.base import Rows
 from requant.convert.shards import TensorInfo
 from requant.manifests.errors import SourceError
@@ -56,7 +56,7 @@ def read_panel(
     panel = np.empty((lines, end - begin), dtype=np.uint8)
     for number in range(lines):
         at = tensor.begin + (line + number) * width + begin
-        panel[number] = np.frombuffer(read_exact(fd, end - begin, at, tensor.file), dtype=np.uint8)
+        read_into(fd, panel[number], at, tensor.file)
     return panel
 
 

@@ -69,7 +69,7 @@ def _node(name: str, tasks: Sequence[Task], seconds: float) -> dict[str, Any]:
 
 
 def _stragglers(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """The ten that took longest beyond what their bytes explain."""
+    """The ten that took longest beyond what their bytes explain; `first`: the first task of its worker."""
     paces = [(task.end - task.start) / task.nbytes for task in tasks if task.nbytes]
     if not paces:
         return []
@@ -81,8 +81,15 @@ def _stragglers(tasks: Sequence[Task]) -> list[dict[str, Any]]:
         and took > expected + STRAGGLER_SECONDS
     ]
     late.sort(key=lambda entry: -entry[0])
+    began = {(task.node, task.worker): task.start for task in sorted(tasks, key=lambda task: -task.start)}
     return [
-        {"node": task.node, "bytes": task.nbytes, "seconds": round(took, 3), "expected_seconds": round(expected, 3)}
+        {
+            "node": task.node,
+            "bytes": task.nbytes,
+            "seconds": round(took, 3),
+            "expected_seconds": round(expected, 3),
+            "first": task.start == began[task.node, task.worker],
+        }
         for _, task, took, expected in late[:10]
     ]
 
@@ -115,7 +122,11 @@ def run_text(record: dict[str, Any]) -> str:
         f"  straggler: {entry['bytes'] / 1e9:.2f} GB on {entry['node']} took {entry['seconds']:.1f} s, "
         f"{entry['expected_seconds']:.1f} s expected"
         for entry in record["stragglers"]
+        if not entry["first"]
     ]
+    if first := [entry["seconds"] - entry["expected_seconds"] for entry in record["stragglers"] if entry["first"]]:
+        # A worker compiles its loops, or loads them, in its first task: no sign of a slow disk or node.
+        lines.append(f"  the first task of a worker took up to {max(first):.1f} s more: it compiles the loops or loads them")
     if "device" in record:
         lines += _device_text(record["device"], record["seconds"])
     return "\n".join(lines)

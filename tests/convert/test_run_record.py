@@ -25,10 +25,21 @@ def test_a_slow_node_and_a_straggler_are_named():
     tasks += [Task("c", "1", GB, 0.0, 3.0), Task("c", "1", GB, 3.0, 12.0)]
     record = run_record("ray", tasks, 12.0)
     assert [n["node"] for n in record["nodes"] if n["slow"]] == ["c"]
-    assert record["stragglers"] == [{"node": "c", "bytes": GB, "seconds": 9.0, "expected_seconds": 1.0}]
+    late = {"node": "c", "bytes": GB, "seconds": 9.0, "expected_seconds": 1.0, "first": False}
+    assert record["stragglers"] == [late]
     text = run_text(record)
     assert "node c: 1 workers, 2 tasks, 2.00 GB, 0.17 GB/s (slow)" in text
     assert "straggler: 1.00 GB on c took 9.0 s, 1.0 s expected" in text
+
+
+def test_the_first_task_of_a_worker_is_no_straggler_but_said():
+    tasks = [Task("a", str(w), GB, 0.0, 5.0 + w) for w in range(3)]
+    tasks += [Task("a", str(w), GB, 8.0 + i, 9.0 + i) for w in range(3) for i in range(4)]
+    record = run_record("local", tasks, 12.0)
+    assert [(entry["seconds"], entry["first"]) for entry in record["stragglers"]] == [(7.0, True), (6.0, True), (5.0, True)]
+    text = run_text(record)
+    assert "the first task of a worker took up to 6.0 s more: it compiles the loops or loads them" in text
+    assert "straggler" not in text
 
 
 def test_the_tail_is_what_the_first_idle_worker_of_a_node_waits():

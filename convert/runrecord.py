@@ -126,7 +126,9 @@ def run_text(record: dict[str, Any]) -> str:
     ]
     if first := [entry["seconds"] - entry["expected_seconds"] for entry in record["stragglers"] if entry["first"]]:
         # A worker compiles its loops, or loads them, in its first task: no sign of a slow disk or node.
-        lines.append(f"  the first task of a worker took up to {max(first):.1f} s more: it compiles the loops or loads them")
+        lines.append(
+            f"  the first task of a worker took up to {max(first):.1f} s more: it compiles the loops or loads them"
+        )
     if "device" in record:
         lines += _device_text(record["device"], record["seconds"])
     return "\n".join(lines)

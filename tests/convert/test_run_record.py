@@ -36,7 +36,11 @@ def test_the_first_task_of_a_worker_is_no_straggler_but_said():
     tasks = [Task("a", str(w), GB, 0.0, 5.0 + w) for w in range(3)]
     tasks += [Task("a", str(w), GB, 8.0 + i, 9.0 + i) for w in range(3) for i in range(4)]
     record = run_record("local", tasks, 12.0)
-    assert [(entry["seconds"], entry["first"]) for entry in record["stragglers"]] == [(7.0, True), (6.0, True), (5.0, True)]
+    assert [(entry["seconds"], entry["first"]) for entry in record["stragglers"]] == [
+        (7.0, True),
+        (6.0, True),
+        (5.0, True),
+    ]
     text = run_text(record)
     assert "the first task of a worker took up to 6.0 s more: it compiles the loops or loads them" in text
     assert "straggler" not in text

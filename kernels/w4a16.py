@@ -238,7 +238,9 @@ def w4a16_moe(
             fmt=fmt, weights=weights, x_per_slot=x_per_slot, out=out,
         )  # fmt: skip
     library, capability, processors = _device(codes)
-    chosen = config or configs.choose_grouped(fmt, routing.slots, n, k, capability=capability, processors=processors)
+    chosen = config or configs.choose_grouped(
+        fmt, routing.slots, n, k, experts=experts, capability=capability, processors=processors
+    )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     call = _call(x, codes, block_scales, out, fmt, n, k, chosen)
     call.tokens, call.experts, call.slots = tokens, experts, routing.slots

@@ -7,7 +7,7 @@ blocks as row groups, K split among warps first, and never more shared memory th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from requant.kernels import w4a16_wgmma_configs as wgmma
@@ -23,6 +23,10 @@ WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
 MAX_TOKENS: Final = WIDTHS[-1]
 GROUPED_WIDTH: Final = 16
 """kGroupedTileTokens of csrc/w4a16_types.cuh."""
+STREAM_TOKENS: Final = 4
+"""kStreamTokens of csrc/w4a16_stream.cuh."""
+SCALE_STAGES: Final = 4
+"""kScaleStages of csrc/w4a16_stream.cuh."""
 SCALE16, SCALE8, SCALE4, GENERAL = range(4)
 """enum Alignment of csrc/w4a16_types.cuh."""
 DEPTH: Final = 3
@@ -35,7 +39,8 @@ class Config:
 
     row_tiles, depth: the compiled variant (16-row tiles per warp, ring stages). column_warps x row_warps warps to
     a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
-    at a time, 0 for all. blocks: blocks (times cluster) in the grid.
+    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: csrc/w4a16_stream.cuh (grouped only;
+    row_warps warps, one block to a multiprocessor) instead of csrc/w4a16_core.cuh.
     """
 
     column_warps: int
@@ -45,6 +50,7 @@ class Config:
     x_stages: int = 0
     row_tiles: int = 1
     depth: int = DEPTH
+    stream: int = 0
 
     def launch_fields(self) -> dict[str, int]:
         """Fields of RequantCall (csrc/w4a16.cu)."""
@@ -90,6 +96,15 @@ def shared_bytes(fmt: NumberFormat, k: int, width: int, config: Config, *, group
     return _up(end, 16) + 1024
 
 
+def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
+    """Shared memory per block of a stream, as csrc/w4a16.cu lays it out."""
+    slots, stages, rows = config.row_warps * config.depth, _ceil(k, STAGE_K), TILE_ROWS * config.row_tiles
+    scales = SCALE_STAGES * STAGE_K // fmt.group + (0 if alignment(fmt, k) == SCALE16 else 16)
+    rings = slots * rows * (STAGE_K // 2 + scales)
+    pieces = config.row_warps * 2 * STREAM_TOKENS * rows * 4
+    return rings + STREAM_TOKENS * stages * STAGE_K * 2 + pieces + 2 * STREAM_TOKENS * 4 + 1024 + slots * 8
+
+
 def shared_limit(capability: tuple[int, int]) -> int:
     """Most shared memory a block can have: 227 KB on SM90 and SM100, 163 on SM80 and SM87, 99 elsewhere."""
     if capability[0] in (9, 10):
@@ -128,10 +143,42 @@ def choose(
     raise ValueError(f"no configuration of {limit} bytes of shared memory for M={tokens}, N={n}, K={k}")
 
 
+LONG_STREAM: Final = Config(1, 8, 0, row_tiles=2, depth=3, stream=1)
+SHORT_STREAM: Final = Config(1, 12, 0, depth=4, stream=1)
+"""The streams that are compiled in (SHORT_STREAM for SCALE16 only); `blocks` is the card's."""
+
+
 def choose_grouped(
-    fmt: NumberFormat, slots: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
+    fmt: NumberFormat,
+    slots: int,
+    n: int,
+    k: int,
+    *,
+    experts: int,
+    capability: tuple[int, int] = (9, 0),
+    processors: int = 132,
 ) -> Config:
-    """The configuration for a grouped GEMM: blocks that stay, one or two to a multiprocessor, each walking units.
+    """The configuration for a grouped GEMM: a stream where there is one, else blocks that each walk units of rows.
+
+    A stream needs the bulk copy engine (SM90 on) and few tokens per expert on average (tile_tokens of
+    w4a16_library.py): it passes over an expert's weights once for every four of them. Below 16
+    tiles a multiprocessor its start costs more than it saves; from 128 on, two row tiles per warp beat more warps. The
+    limits are those of a sweep on an H200.
+    """
+    at, tiles = alignment(fmt, k), slots * row_groups(n, TILE_ROWS)
+    whole_pieces = at == SCALE16 or (at != GENERAL and n * (k // fmt.group) % 16 == 0)
+    if capability >= (9, 0) and slots <= 2 * experts and whole_pieces and tiles >= 16 * processors:
+        stream = SHORT_STREAM if at == SCALE16 and tiles < 128 * processors else LONG_STREAM
+        for config in (replace(stream, blocks=processors), replace(LONG_STREAM, blocks=processors)):
+            if stream_shared_bytes(fmt, k, config) <= shared_limit(capability):
+                return config
+    return _choose_blocks(fmt, slots, n, k, capability, processors)
+
+
+def _choose_blocks(
+    fmt: NumberFormat, slots: int, n: int, k: int, capability: tuple[int, int], processors: int
+) -> Config:
+    """Blocks that stay, one or two to a multiprocessor, each walking units.
 
     Eight row warps are fastest once every block has a few units; with fewer, smaller units spread better. The limits
     are those of the sweep on an H200, as fractions of the blocks that are resident at once.

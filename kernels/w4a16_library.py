@@ -43,6 +43,7 @@ SOURCE_FILES: Final = (
     "w4a16_x.cuh",
     "w4a16_tile.cuh",
     "w4a16_sums.cuh",
+    "w4a16_stream.cuh",
     "w4a16_wgmma.cuh",
     "w4a16_wgmma_launch.cuh",
     "fp4_decode.cuh",
@@ -51,6 +52,8 @@ SOURCE_FILES: Final = (
 )
 ROUTING_HEADER: Final = 4
 """kRoutingHeader of w4a16_types.cuh."""
+STREAM_TOKENS: Final = 4
+"""kStreamTokens of w4a16_stream.cuh."""
 GROUPED_TILE_TOKENS: Final = 16
 """kGroupedTileTokens of w4a16_types.cuh."""
 MESSAGES: Final = {
@@ -60,6 +63,8 @@ MESSAGES: Final = {
     -4: "a cluster's blocks can do one unit each: dense only, and as many blocks as row groups",
     -5: "a block needs two warps or more",
     -6: "the driver cannot encode tensor maps",
+    -7: "experts may have more tokens than a stream takes at a time",
+    -8: "the block scales of an expert do not fill whole 16-byte pieces, which this stream needs",
 }
 
 
@@ -103,6 +108,7 @@ class Call(ctypes.Structure):
                 "blocks",
                 "early_start",
                 "wgmma",
+                "stream",
             )
         ),
     )
@@ -187,9 +193,14 @@ def launch(library: ctypes.CDLL, call: Call, stream: int) -> None:
     _check(library, library.requant_w4a16(ctypes.byref(call), stream), "w4a16 launch")
 
 
+def tile_tokens(slots: int, experts: int) -> int:
+    """Tokens of one expert that share a pass over its weights: requant_w4a16_tile_tokens of w4a16.cu."""
+    return STREAM_TOKENS if slots <= 2 * experts else GROUPED_TILE_TOKENS
+
+
 def routing_ints(slots: int, experts: int) -> int:
     """Size in int32 of the buffer that `route` fills."""
-    return ROUTING_HEADER + 4 * min(slots, experts + slots // GROUPED_TILE_TOKENS) + 2 * slots
+    return ROUTING_HEADER + 4 * min(slots, experts + slots // tile_tokens(slots, experts)) + 2 * slots
 
 
 def route(

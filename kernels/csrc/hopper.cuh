@@ -38,6 +38,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// One lane of the warp, always the same, in a way that lets the compiler know that it is one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
 // One box of a two-dimensional tensor -> shared memory; what lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int inner, int outer) {
   asm volatile(

@@ -126,7 +126,7 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
       __syncwarp();  // the stage has landed for all lanes, and all lanes are done with the slot that is filled next
       stream.fetch(p);
       const int stage = share.first + (begin + i) * p.column_warps;
-      tile.consume(shared + drain, source.at, at.lane, misaligned,
+      tile.consume(shared + drain, shared + drain + Layout::kCodes + (at.lane >> 2) * Layout::kScalePitch, source.at, at.lane, misaligned,
                    scale_pitch - stage * FormatTraits<FORMAT>::kStageScales);
       source.at += source.stride;
       const uint32_t ring = at.warp * Layout::kBytes;
@@ -143,21 +143,6 @@ __device__ __forceinline__ void run_unit(const Params& p, const Unit& unit, cons
   }
   store_outputs<Layout::kRows, GROUPED>(p, unit, totals, reinterpret_cast<float*>(shared), TOKENS,
                                         at.column, at.row_warp, at.lane);
-}
-
-// Outputs of slots whose expert does not exist are NaN: visible, where an old buffer's numbers would not be.
-__device__ __forceinline__ void poison_unrouted(const Params& p) {
-  const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x, threads = blockDim.y * blockDim.z * 32;
-  for (int i = __ldg(p.tile_count + 1) + blockIdx.y; i < p.slot_count; i += gridDim.y) {
-    const size_t base = static_cast<size_t>(__ldg(p.slots + i)) * p.rows;
-    for (int row = thread; row < p.rows; row += threads) {
-      if (p.output_is_float) {
-        static_cast<float*>(p.y)[base + row] = __uint_as_float(0x7FC00000u);
-      } else {
-        static_cast<uint16_t*>(p.y)[base + row] = 0x7FC0;
-      }
-    }
-  }
 }
 
 // TOKENS = 0: grouped, the width is chosen per unit. Block: (32, column_warps, row_warps); grid: (cluster, blocks).

@@ -18,7 +18,13 @@ struct Ring {
 struct Unit {
   int expert, row_group;
   int first_slot, tokens;  // grouped: positions in the slot list
+  int first_row;           // of x: the first token's
 };
+
+// The row of x that the first slot of a routing entry reads: without the slot list, which would be one more wait.
+__device__ __forceinline__ int x_row(const Params& p, const int4& entry) {
+  return p.slots_per_x == 1 ? entry.w : quotient(entry.w, p.slots_per_x);
+}
 
 // Walks the units of one block: every `stride`-th of tiles x row groups.
 template <bool GROUPED>
@@ -55,9 +61,9 @@ struct UnitCursor {
     }
   }
   __device__ __forceinline__ Unit unit(const Params& p) const {
-    if (!GROUPED) return {0, row_group, 0, p.tokens};
+    if (!GROUPED) return {0, row_group, 0, p.tokens, 0};
     const int4 entry = __ldg(p.tiles + tile);
-    return {entry.x, row_group, entry.y, entry.z};
+    return {entry.x, row_group, entry.y, entry.z, x_row(p, entry)};
   }
 };
 

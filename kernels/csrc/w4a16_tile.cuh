@@ -23,7 +23,8 @@ struct WarpTile {
     for (unsigned i = 0; i < sizeof(sums) / sizeof(float); ++i) all[i] = 0.0f;
   }
 
-  // Bytes at..at+3 of a row's block scales of this stage, zero past the row's end (general alignment only).
+  // Bytes at..at+3 of a row's block scales of this stage, zero past the row's end (where the copy has not seen to that).
+  template <bool MASK>
   __device__ static __forceinline__ uint32_t scale_word(const uint8_t* row, int at, int misaligned, int valid) {
     if constexpr (ALIGNMENT == Alignment::kGeneral) {
       const uint32_t* words = reinterpret_cast<const uint32_t*>(row + at);
@@ -32,7 +33,8 @@ struct WarpTile {
       if (left < 4) word = left <= 0 ? 0u : word & ((1u << (8 * left)) - 1u);
       return word;
     } else {
-      return *reinterpret_cast<const uint32_t*>(row + at);
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(row + at);
+      return MASK && at >= valid ? 0u : word;
     }
   }
 
@@ -47,18 +49,21 @@ struct WarpTile {
     return {x + token * 64 + p * kPiece, TOKENS * kStageXBytes};
   }
 
-  // `x` is the lane's XSource at this stage.
-  __device__ __forceinline__ void consume(const uint8_t* slot, const uint8_t* x, int lane, int misaligned, int valid) {
+  // One stage: its codes in shared memory, the block scales of this lane's row and those SCALE_PITCH bytes per row on; `x`
+  // is the lane's XSource at this stage.
+  template <int SCALE_PITCH = Layout::kScalePitch>
+  __device__ __forceinline__ void consume(const uint8_t* slot, const uint8_t* scale_row, const uint8_t* x, int lane,
+                                          int misaligned, int valid) {
     const int g = lane >> 2, p = lane & 3;
     constexpr int kLineScales = FormatTraits<FORMAT>::kStageScales / kStageLines;
 #pragma unroll kUnrollLines
     for (int line = 0; line < kStageLines; ++line) {
       const uint8_t* codes = slot + (line * Layout::kRows + g) * kLine;
-      const uint8_t* scales = slot + Layout::kCodes + g * Layout::kScalePitch + line * kLineScales;
+      const uint8_t* scales = scale_row + line * kLineScales;
       if constexpr (kMode == ScaleMode::kScaleAfter) {
-        consume_by_group(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
+        consume_by_group<SCALE_PITCH>(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
       } else {
-        consume_by_lane(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
+        consume_by_lane<SCALE_PITCH>(codes, scales, x, g, p, misaligned, valid - line * kLineScales);
       }
       x += kGroups && g / 2 != p ? 0 : TOKENS * kLineXBytes;
     }
@@ -66,18 +71,20 @@ struct WarpTile {
 
  private:
   // kGroupColumns and kScaleFirst: lane p owns k = 64p .. 64p+63 of the line.
+  template <int SCALE_PITCH>
   __device__ __forceinline__ void consume_by_lane(const uint8_t* codes, const uint8_t* scales, const uint8_t* x, int g,
                                                   int p, int misaligned, int valid) {
+    constexpr bool kMask = SCALE_PITCH != Layout::kScalePitch && ALIGNMENT != Alignment::kScale16;
     uint32_t scale[ROW_TILES][2];  // this lane's block scales, rows g and g + 8
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint8_t* row = scales + (r * 16 + h * 8) * Layout::kScalePitch;
+        const uint8_t* row = scales + (r * 16 + h * 8) * SCALE_PITCH;
         if constexpr (FORMAT == Format::kNvfp4) {
-          scale[r][h] = scale_word(row, p * 4, misaligned, valid);
+          scale[r][h] = scale_word<kMask>(row, p * 4, misaligned, valid);
         } else {
-          scale[r][h] = scale_word(row, p / 2 * 4, misaligned, valid) >> (p % 2 * 16);
+          scale[r][h] = scale_word<kMask>(row, p / 2 * 4, misaligned, valid) >> (p % 2 * 16);
         }
       }
     }
@@ -167,8 +174,10 @@ struct WarpTile {
   }
 
   // kScaleAfter: in group c of 32 k, lane p owns k = 32c + 8p .. 32c + 8p+7.
+  template <int SCALE_PITCH>
   __device__ __forceinline__ void consume_by_group(const uint8_t* codes, const uint8_t* scales, const uint8_t* x, int g,
                                                    int p, int misaligned, int valid) {
+    constexpr bool kMask = SCALE_PITCH != Layout::kScalePitch && ALIGNMENT != Alignment::kScale16;
     const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int quarter = 0; quarter < 2; ++quarter) {
@@ -178,7 +187,7 @@ struct WarpTile {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           scale[r][h] =
-              scale_word(scales + (r * 16 + h * 8) * Layout::kScalePitch, quarter * 4, misaligned, valid);
+              scale_word<kMask>(scales + (r * 16 + h * 8) * SCALE_PITCH, quarter * 4, misaligned, valid);
         }
       }
 #pragma unroll

@@ -18,6 +18,12 @@ constexpr int kBf16Tokens = 32;                  // from this width on, BF16 ope
 constexpr int kGroupedTileTokens = 16;           // tokens of one expert that share a pass over its weights
 constexpr uint32_t kHalfTargetExponent = 127 + 14;  // biased exponent given to the largest x of a chunk
 
+// a / b for 0 <= a < 2^23, b > 0: a few instructions where an integer division takes twenty.
+__device__ __forceinline__ int quotient(int a, int b) {
+  const int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b))), left = a - q * b;
+  return q + (left >= b ? 1 : 0) - (left < 0 ? 1 : 0);
+}
+
 enum class Format { kNvfp4, kMxfp4 };
 enum class ScaleMode { kGroupColumns, kScaleFirst, kScaleAfter, kBf16 };
 
@@ -40,10 +46,12 @@ struct Params {
   int output_is_float;
   // grouped only
   const int* tile_count;       // how many entries `tiles` has, and how many slots have an expert
+  int max_tiles;               // how many entries `tiles` has room for
   int slot_count;              // all slots; those without an expert stand last in `slots`
-  const int4* tiles;           // {expert, first position in `slots`, tokens, 0}
+  const int4* tiles;           // {expert, first position in `slots`, tokens, first slot}
   const int* slots;            // slot numbers (rows of y), sorted by expert
   const int* x_rows;           // the row of x that each of them reads
+  int slots_per_x;             // slots that share a row of x
   const float* slot_weights;   // multiplies the output of a slot; null: 1
   const uint8_t* scales_end;   // end of block_scales
   // How the work is divided; quotients are taken on the host, a division costs a block a tenth of a microsecond.
@@ -56,6 +64,9 @@ struct Params {
   int x_offset, x_bytes;             // x in shared memory; grouped: two buffers of x_bytes
   int sums_offset, largest_offset;   // bytes from the start of shared memory
   int zeros_offset;                  // a kilobyte of zeros
+  int all_rows;                      // streams: of all experts
+  int stream_scales_offset;          // streams: the ring of block scales
+  int barriers_offset;               // streams: one barrier per stage, [warp][stage]
   int constant_weights;              // they may be fetched before the previous kernel has finished
 };
 

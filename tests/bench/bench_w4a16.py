@@ -179,6 +179,7 @@ def main():
     parser.add_argument("--out", default=".")
     parser.add_argument("--no-humming", action="store_true")
     parser.add_argument("--only", choices=["dense", "moe"])
+    parser.add_argument("--ms", default="1,2,4,8,16,32,64", help="M of the dense products")
     args = parser.parse_args()
     torch.manual_seed(0)
     ceiling = read_ceiling(lib.load(lib.architecture(*torch.cuda.get_device_capability())))
@@ -187,7 +188,7 @@ def main():
     if args.only != "dense":
         result["moe"] = moe((1, 2, 4, 8, 16, 32))
     if args.only != "moe":
-        result["dense"] = dense((1, 2, 4, 8, 16, 32, 64), not args.no_humming)
+        result["dense"] = dense([int(m) for m in args.ms.split(",")], not args.no_humming)
     Path(args.out, "bench_w4a16.json").write_text(json.dumps(result, indent=1))
 
 

@@ -113,9 +113,13 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
             # every row is someone's, and a cluster's blocks do one unit each
             assert c.cluster == 1 or (capability[0] == 9 and c.blocks * 16 * c.row_tiles * c.row_warps >= n)
         for slots in (1, 6, 128, 5000):
-            c = configs.choose_grouped(fmt, slots, n, k, capability=capability)
+            c = configs.choose_grouped(fmt, slots, n, k, experts=128, capability=capability)
             assert c.cluster == 1
-            assert configs.shared_bytes(fmt, k, configs.GROUPED_WIDTH, c, grouped=True) <= limit
+            if c.stream:  # it takes eight tokens of an expert at a time, and needs rows of scales that start at words
+                assert capability >= (9, 0) and slots <= 256 and k % 64 == 0
+                assert configs.stream_shared_bytes(fmt, k, c) <= limit
+            else:
+                assert configs.shared_bytes(fmt, k, configs.GROUPED_WIDTH, c, grouped=True) <= limit
 
 
 def test_alignment_follows_from_k_as_the_kernel_reads_it():
@@ -146,7 +150,12 @@ def test_the_sources_compile_for(arch, tmp_path):
         "(const __grid_constant__ requant::Params);"
         for f, t, a in kinds
     ]
-    probe.write_text('#include "w4a16_core.cuh"\n' + "\n".join(lines))
+    lines += [
+        f"template __global__ void requant::w4a16_stream_kernel<requant::Format::{f}, 2, 8, 3, requant::Alignment::{a}>"
+        "(const __grid_constant__ requant::Params, const __grid_constant__ requant::TensorMaps);"
+        for f, a in [("kNvfp4", "kScale16"), ("kMxfp4", "kScale4")]
+    ]
+    probe.write_text('#include "w4a16_core.cuh"\n#include "w4a16_stream.cuh"\n' + "\n".join(lines))
     command = [
         NVCC,
         "-std=c++17",

@@ -6,6 +6,9 @@ dynamic range of 2^20 and outlier channels, block scales reach both ends of thei
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 from requant.kernels import w4a16
 from requant.kernels import w4a16_configs as configs
@@ -138,6 +141,38 @@ def test_grouped_is_within_the_bound_for_every_slot(fmt, path):
 
 
 @pytest.mark.parametrize("path", ["cuda", "triton"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_stream_is_within_the_bound_for_every_slot_wherever_its_warps_are_cut(fmt):
+    import torch
+
+    torch.manual_seed(5)
+    streams = [replace(c, blocks=b) for c in (configs.LONG_STREAM, configs.SHORT_STREAM) for b in (132, 20, 7, 1)]
+    for experts, topk, n, k in [(16, 2, 96, 512), (24, 6, 208, 2880), (40, 6, 72, 4096), (30, 6, 48, 2944)]:
+        if configs.alignment(fmt, k) == configs.GENERAL:
+            continue
+        codes, scales = random_weight(fmt, experts, n, k)
+        gs = torch.rand(experts, device="cuda") + 0.5
+        w = dequantize(fmt, codes, scales) * gs.double()[:, None, None]
+        for tokens in (1, 3, 8):
+            ids = torch.stack([torch.randperm(experts, device="cuda")[:topk] for _ in range(tokens)]).int()
+            ids[:, 0] = 5  # one expert with every token
+            ids[0, 1] = experts  # and one that does not exist
+            weights = torch.rand(tokens, topk, device="cuda")
+            x = random_x(tokens, k)
+            terms = x.double()[:, None] * weights[..., None].double()
+            exact = torch.einsum("tsk,tsnk->tsn", terms, w[ids.clamp(max=experts - 1).long()])
+            magnitude = torch.einsum("tsk,tsnk->tsn", terms.abs(), w[ids.clamp(max=experts - 1).long()].abs())
+            known = ids < experts
+            for config in streams:
+                if config.depth == configs.SHORT_STREAM.depth and configs.alignment(fmt, k) != configs.SCALE16:
+                    continue
+                run = partial(w4a16.w4a16_moe, x, codes, scales, gs, ids, fmt=fmt, weights=weights, config=config)
+                y = run()
+                assert torch.equal(y[known], run()[known])
+                assert y[~known].isnan().all()
+                assert_within_bound(y[known], exact[known], magnitude[known])
+
+
 def test_an_expert_that_does_not_exist_gives_nan_or_an_error_never_a_number(path):
     import torch
 

@@ -26,7 +26,7 @@ help:
 	@echo 'make demo     SmolLM2-135M: BF16 -> MXFP4 -> NVFP4, each signed off (downloads 93 MB once)'
 	@echo 'make test     lint, types, tests, README commands, wheel + sdist + editable install: what CI runs'
 	@echo 'make test-ray the engine ray on clusters of several nodes (installs Ray, 240 MB)'
-	@echo 'make test-objects  sources and outputs on an S3 server (installs moto and s3fs, 190 MB)'
+	@echo 'make test-objects  sources and outputs on an S3 server (installs s3fs, gcsfs and moto, 300 MB)'
 	@echo 'make test-eval  the tests that need transformers, in .venv-eval'
 	@echo 'make transformers  .venv-transformers, with which make test loads outputs in transformers, too'
 	@echo 'make test-serve  the tests that start a real server, in .venv-serve'

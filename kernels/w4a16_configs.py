@@ -24,9 +24,9 @@ MAX_TOKENS: Final = WIDTHS[-1]
 GROUPED_WIDTH: Final = 16
 """kGroupedTileTokens of csrc/w4a16_types.cuh."""
 STREAM_TOKENS: Final = 4
-"""kStreamTokens of csrc/w4a16_stream.cuh."""
+"""kStreamTokens of csrc/w4a16_types.cuh."""
 SCALE_STAGES: Final = 4
-"""kScaleStages of csrc/w4a16_stream.cuh."""
+"""kScaleStages of csrc/w4a16_stream_copies.cuh."""
 SCALE16, SCALE8, SCALE4, GENERAL = range(4)
 """enum Alignment of csrc/w4a16_types.cuh."""
 DEPTH: Final = 3

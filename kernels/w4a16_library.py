@@ -43,7 +43,10 @@ SOURCE_FILES: Final = (
     "w4a16_x.cuh",
     "w4a16_tile.cuh",
     "w4a16_sums.cuh",
+    "w4a16_routing.cuh",
     "w4a16_stream.cuh",
+    "w4a16_stream_copies.cuh",
+    "w4a16_stream_launch.cuh",
     "w4a16_wgmma.cuh",
     "w4a16_wgmma_launch.cuh",
     "fp4_decode.cuh",
@@ -53,7 +56,7 @@ SOURCE_FILES: Final = (
 ROUTING_HEADER: Final = 4
 """kRoutingHeader of w4a16_types.cuh."""
 STREAM_TOKENS: Final = 4
-"""kStreamTokens of w4a16_stream.cuh."""
+"""kStreamTokens of w4a16_types.cuh."""
 GROUPED_TILE_TOKENS: Final = 16
 """kGroupedTileTokens of w4a16_types.cuh."""
 MESSAGES: Final = {
@@ -194,7 +197,7 @@ def launch(library: ctypes.CDLL, call: Call, stream: int) -> None:
 
 
 def tile_tokens(slots: int, experts: int) -> int:
-    """Tokens of one expert that share a pass over its weights: requant_w4a16_tile_tokens of w4a16.cu."""
+    """Tokens of one expert that share a pass over its weights: routing_tile_tokens of w4a16_routing.cuh."""
     return STREAM_TOKENS if slots <= 2 * experts else GROUPED_TILE_TOKENS
 
 

@@ -6,7 +6,8 @@
 #include <cuda_runtime.h>
 
 #include "w4a16_core.cuh"
-#include "w4a16_stream.cuh"
+#include "w4a16_routing.cuh"
+#include "w4a16_stream_launch.cuh"
 #include "w4a16_wgmma_launch.cuh"
 
 namespace requant {
@@ -15,78 +16,6 @@ namespace {
 constexpr int kMaxShared = 227 * 1024;
 constexpr int kWarp = 32;
 constexpr int kConstantWeights = 2;  // RequantCall::early_start: 0 no, 1 the block may start early but reads nothing, 2
-
-__host__ __device__ constexpr int padded_ints(int count) { return (count + 3) / 4 * 4; }
-
-// ---- routing -------------------------------------------------------------------------------------------------------
-// One block sorts slots by expert, stably, so the result never depends on timing. Layout of `routing` (ints):
-//   [0] tiles, [1] slots with a valid expert, [2..3] 0
-//   tiles: int4 {expert, first position in the slot list, tokens, first slot}, at most min(slots, experts + slots / tile_tokens)
-//   slot list: slot numbers by expert; those with an expert id out of range come last
-//   row list: for each entry of the slot list its token, slot / slots_per_token
-__global__ void __launch_bounds__(1024) route_kernel(const int* __restrict__ expert_ids, int slots, int slots_per_token,
-                                                     int experts, int tile_tokens, int max_tiles,
-                                                     int* __restrict__ routing) {
-  extern __shared__ int shared_ints[];
-  // Each array starts on its own 16 bytes: the widest access, and what racecheck takes as one place.
-  int* ids = shared_ints;                                  // [slots]
-  int* counts = ids + padded_ints(slots);                  // [experts + 1], then first positions
-  int* tiles_before = counts + padded_ints(experts + 1);   // [experts + 1]
-  for (int s = threadIdx.x; s < slots; s += blockDim.x) {
-    const int id = expert_ids[s];
-    ids[s] = id >= 0 && id < experts ? id : experts;  // bucket `experts` holds the invalid ones
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
-    int n = 0;
-    for (int s = 0; s < slots; ++s) n += ids[s] == e;
-    counts[e] = n;
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarp) {  // exclusive prefix sums of slots and of tiles, 32 experts at a time
-    int slot_base = 0, tile_base = 0;
-    for (int base = 0; base <= experts; base += kWarp) {
-      const int e = base + threadIdx.x, n = e <= experts ? counts[e] : 0;
-      const int t = e < experts ? (n + tile_tokens - 1) / tile_tokens : 0;
-      int n_sum = n, t_sum = t;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const int n_up = __shfl_up_sync(~0u, n_sum, step), t_up = __shfl_up_sync(~0u, t_sum, step);
-        if (static_cast<int>(threadIdx.x) >= step) {
-          n_sum += n_up;
-          t_sum += t_up;
-        }
-      }
-      if (e <= experts) {
-        counts[e] = slot_base + n_sum - n;
-        tiles_before[e] = tile_base + t_sum - t;
-      }
-      slot_base += __shfl_sync(~0u, n_sum, kWarp - 1);
-      tile_base += __shfl_sync(~0u, t_sum, kWarp - 1);
-    }
-  }
-  __syncthreads();
-  int4* tiles = reinterpret_cast<int4*>(routing + kRoutingHeader);
-  int* list = routing + kRoutingHeader + 4 * max_tiles;
-  for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
-    const int begin = counts[e], end = e < experts ? counts[e + 1] : slots;
-    if (begin == end) continue;
-    int at = begin;
-    for (int s = 0; s < slots; ++s) {
-      if (ids[s] != e) continue;
-      list[at] = s;
-      list[slots + at++] = s / slots_per_token;
-    }
-    if (e == experts) continue;
-    for (int first = begin, tile = tiles_before[e]; first < end; first += tile_tokens, ++tile) {
-      tiles[tile] = make_int4(e, first, min(end - first, tile_tokens), list[first]);
-    }
-  }
-  if (threadIdx.x == 0) {
-    routing[0] = tiles_before[experts];
-    routing[1] = counts[experts];
-    routing[2] = routing[3] = 0;
-  }
-}
 
 // What the card can read: nothing but 16-byte loads, eight in flight per thread. The ceiling that times are held against.
 __global__ void __launch_bounds__(512) read_kernel(const uint4* __restrict__ from, size_t count, uint32_t* sink) {
@@ -155,32 +84,6 @@ constexpr Variant kVariants[] = {
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
-struct StreamVariant {
-  Format format;
-  Alignment alignment;
-  int row_tiles, depth, warps, box_bytes;
-  void (*kernel)(Params, TensorMaps);
-};
-
-template <Format FORMAT, Alignment ALIGNMENT, int ROW_TILES, int DEPTH, int WARPS>
-constexpr StreamVariant stream_variant() {
-  return {FORMAT, ALIGNMENT, ROW_TILES, DEPTH, WARPS, ScaleBox<FORMAT, ROW_TILES, ALIGNMENT>::kBytes,
-          w4a16_stream_kernel<FORMAT, ROW_TILES, WARPS, DEPTH, ALIGNMENT>};
-}
-
-// Those that kernels/w4a16_configs.py asks for.
-#define STREAMS(FORMAT)                                                                                             \
-  stream_variant<FORMAT, Alignment::kScale16, 1, 4, 12>(), stream_variant<FORMAT, Alignment::kScale16, 2, 3, 8>(),   \
-      stream_variant<FORMAT, Alignment::kScale8, 2, 3, 8>(), stream_variant<FORMAT, Alignment::kScale4, 2, 3, 8>()
-
-constexpr StreamVariant kStreams[] = {
-    STREAMS(Format::kNvfp4), STREAMS(Format::kMxfp4),
-#ifdef REQUANT_SWEEP
-#include "w4a16_sweep_streams.inc"
-#endif
-};
-constexpr int kStreamCount = sizeof(kStreams) / sizeof(kStreams[0]);
-
 int group_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
 
 int align_up(int value, int to) { return (value + to - 1) / to * to; }
@@ -189,24 +92,6 @@ int align_up(int value, int to) { return (value + to - 1) / to * to; }
 }  // namespace requant
 
 using namespace requant;
-
-namespace {
-
-// Two-dimensional map of `rows` rows of `bytes` bytes, for boxes of box_bytes x box_rows; false where the driver has none.
-bool make_map(CUtensorMap* map, const void* from, uint64_t bytes, uint64_t rows, uint32_t box_bytes, uint32_t box_rows,
-              CUtensorMapSwizzle swizzle) {
-  const EncodeTiled encode = tensor_map_encoder();
-  if (encode == nullptr) return false;
-  const cuuint64_t sizes[] = {bytes, rows}, strides[] = {bytes};
-  const cuuint32_t box[] = {box_bytes, box_rows}, steps[] = {1, 1};
-  // The L2 fetches the box's neighbour along K with it, which is wanted next; not where that would reach into the next row.
-  const CUtensorMapL2promotion ahead =
-      bytes % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(from), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, ahead, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-}  // namespace
 
 // Mirrored by ctypes in kernels/w4a16_library.py.
 extern "C" {
@@ -250,17 +135,6 @@ static int call_wgmma(const RequantCall& call, void* stream) {
                       static_cast<cudaStream_t>(stream));
 }
 
-// Tokens of one expert that share a pass over its weights: as many as the stream takes, unless experts get so many each
-// that wide passes pay.
-int requant_w4a16_tile_tokens(int slots, int experts) {
-  return slots <= 2 * static_cast<int64_t>(experts) ? kStreamTokens : kGroupedTileTokens;
-}
-
-int requant_w4a16_tiles(int slots, int experts) {
-  const int by_count = experts + slots / requant_w4a16_tile_tokens(slots, experts);
-  return slots < by_count ? slots : by_count;
-}
-
 static Params params_of(const RequantCall* call, Format format) {
   Params p = {};
   p.codes = static_cast<const uint8_t*>(call->codes);
@@ -278,69 +152,23 @@ static Params params_of(const RequantCall* call, Format format) {
   if (call->slots > 0) {
     const int* routing = static_cast<const int*>(call->routing);
     p.tile_count = routing;
-    p.max_tiles = requant_w4a16_tiles(call->slots, call->experts);
+    p.max_tiles = routing_tiles(call->slots, call->experts);
     p.slot_count = call->slots;
     p.tiles = reinterpret_cast<const int4*>(routing + kRoutingHeader);
-    p.slots = routing + kRoutingHeader + 4 * requant_w4a16_tiles(call->slots, call->experts);
+    p.slots = routing + kRoutingHeader + 4 * routing_tiles(call->slots, call->experts);
     p.slots_per_x = call->x_row_per_slot ? 1 : call->slots / call->tokens;
     p.x_rows = call->x_row_per_slot ? p.slots : p.slots + call->slots;
   }
   return p;
 }
 
-static int launch_stream(const RequantCall* call, void* stream) {
-  const StreamVariant* chosen = nullptr;
-  for (int i = 0; i < kStreamCount; ++i) {
-    const StreamVariant& v = kStreams[i];
-    if (static_cast<int>(v.format) == call->format && static_cast<int>(v.alignment) == call->alignment &&
-        v.row_tiles == call->row_tiles && v.depth == call->depth && v.warps == call->row_warps) {
-      chosen = &v;
-    }
-  }
-  if (chosen == nullptr) return -1;
-  if (call->slots == 0 || call->cluster != 1 || call->column_warps != 1) return -4;
-  if (requant_w4a16_tile_tokens(call->slots, call->experts) > kStreamTokens) return -7;
-  const int warps = chosen->warps, depth = chosen->depth, rows = kTileRows * chosen->row_tiles, pitch = call->k / group_of(chosen->format);
-  Params p = params_of(call, chosen->format);
-  if (chosen->alignment != Alignment::kScale16 && call->rows * pitch % 16 != 0) return -8;
-  p.row_groups = (call->rows + rows - 1) / rows;
-  p.all_rows = call->rows * call->experts;
-  p.column_warps = p.cluster = 1;
-  p.row_warps = warps;
-  p.stages_each = (call->k + kStageK - 1) / kStageK;
-  p.x_bytes = 2 * p.stages_each * kStageXBytes;  // two of them, or one of kStreamTokens
-  p.stream_scales_offset = warps * depth * rows * kLine;
-  p.x_offset = p.stream_scales_offset + warps * depth * chosen->box_bytes;
-  p.sums_offset = p.x_offset + kStreamTokens * p.stages_each * kStageXBytes;
-  p.largest_offset = p.sums_offset + warps * 2 * kStreamTokens * rows * 4;
-  p.zeros_offset = p.largest_offset + 2 * kStreamTokens * 4;
-  p.barriers_offset = p.zeros_offset + 1024;
-  const int shared = p.barriers_offset + warps * depth * 8;
-  if (shared > kMaxShared) return -2;
-  TensorMaps maps = {};
-  const uint64_t all_rows = static_cast<uint64_t>(call->rows) * call->experts;
-  const int wanted = kScaleStages * kStageK / group_of(chosen->format);
-  if (!make_map(&maps.codes, call->codes, call->k / 2, all_rows, kLine, rows, CU_TENSOR_MAP_SWIZZLE_128B)) return -6;
-  if (chosen->alignment == Alignment::kScale16 &&
-      !make_map(&maps.scales, call->block_scales, pitch, all_rows, wanted, rows,
-                wanted == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE)) {
-    return -6;
-  }
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(1, call->blocks);
-  config.blockDim = dim3(kWarp, 1, warps);
-  config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = call->early_start ? 1 : 0;
-  error = cudaLaunchKernelEx(&config, chosen->kernel, p, maps);
-  return error != cudaSuccess ? error : cudaGetLastError();
+static int call_stream(const RequantCall& call, void* stream) {
+  if (call.slots == 0 || call.cluster != 1 || call.column_warps != 1) return -4;
+  if (routing_tile_tokens(call.slots, call.experts) > kStreamTokens) return -7;
+  const Format format = static_cast<Format>(call.format);
+  return launch_stream(params_of(&call, format), format, static_cast<Alignment>(call.alignment), call.row_tiles, call.depth,
+                       call.row_warps, call.experts, call.blocks, call.early_start, kMaxShared,
+                       static_cast<cudaStream_t>(stream));
 }
 
 // 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
@@ -348,7 +176,7 @@ static int launch_stream(const RequantCall* call, void* stream) {
 // may have more tokens than it takes, -8 one whose experts' block scales are no whole 16-byte pieces; else a cudaError_t.
 int requant_w4a16(const RequantCall* call, void* stream) {
   if (call->wgmma) return call_wgmma(*call, stream);
-  if (call->stream) return launch_stream(call, stream);
+  if (call->stream) return call_stream(*call, stream);
   const Variant* chosen = nullptr;
   for (int i = 0; i < kVariantCount; ++i) {
     const Variant& v = kVariants[i];
@@ -435,8 +263,8 @@ int requant_w4a16_route(const void* expert_ids, int slots, int slots_per_token, 
   if (error != cudaSuccess) return error;
   const int threads = experts + 1 < 1024 ? align_up(experts + 1, kWarp) : 1024;
   route_kernel<<<1, threads, shared, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const int*>(expert_ids), slots, slots_per_token, experts, requant_w4a16_tile_tokens(slots, experts),
-      requant_w4a16_tiles(slots, experts), static_cast<int*>(routing));
+      static_cast<const int*>(expert_ids), slots, slots_per_token, experts, routing_tile_tokens(slots, experts),
+      routing_tiles(slots, experts), static_cast<int*>(routing));
   return cudaGetLastError();
 }
 

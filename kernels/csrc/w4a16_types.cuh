@@ -16,6 +16,7 @@ constexpr int kStageXBytes = kStageK * 2;        // bytes of x per token and sta
 constexpr int kMaxWidth = 64;                    // tokens of the widest kernel
 constexpr int kBf16Tokens = 32;                  // from this width on, BF16 operands
 constexpr int kGroupedTileTokens = 16;           // tokens of one expert that share a pass over its weights
+constexpr int kStreamTokens = 4;                 // the same for a stream (w4a16_stream.cuh)
 constexpr uint32_t kHalfTargetExponent = 127 + 14;  // biased exponent given to the largest x of a chunk
 
 // a / b for 0 <= a < 2^23, b > 0: a few instructions where an integer division takes twenty.

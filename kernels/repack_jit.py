@@ -66,6 +66,32 @@ def _shifted_bytes() -> U8:
     return table
 
 
+def _fits() -> tuple[U8, NDArray[np.int64]]:
+    """What becomes of a byte of codes in a lossy half whose scale is 2^-9: [6, 256] new bytes, and squared errors.
+
+    In half steps of its source a code is _TWICE[c]; scale byte b, under p = -9 - shift, offers _TWICE[q] * b << shift.
+    Code by code the error under b = 1 is the least that any b gives, so no other need be tried (test_repack_jit.py
+    tries all). Row `shift`; row 0, and from shift 5 on: every code becomes zero.
+    """
+    fitted, missed = np.zeros((_FITS + 1, 256), dtype=np.uint8), np.zeros((_FITS + 1, 256), dtype=np.int64)
+    for row in range(_FITS + 1):
+        new = _nearest_codes(1 << row) if 0 < row < _FITS else [0] * 8
+        miss = [(int(v) - int(_TWICE[q]) * (1 << row)) ** 2 for v, q in zip(_TWICE, new, strict=True)]
+        for byte in range(256):
+            low, high = byte & 7, byte >> 4 & 7
+            fitted[row, byte] = byte & 0x88 | new[high] << 4 | new[low]
+            missed[row, byte] = miss[low] + miss[high]
+    return fitted, missed
+
+
+def _nearest_codes(step: int) -> list[int]:
+    """Per magnitude code the one that comes nearest to it in multiples of `step`; a tie goes to the even code."""
+    return [min(range(8), key=lambda q: (abs(int(_TWICE[q]) * step - int(v)), q & 1)) for v in _TWICE]
+
+
+_FITS: Final = 5
+"""From this shift on the smallest value of the scale 2^-9 is too large for any code."""
+_FITTED, _MISSES = _fits()
 _SETS: Final = _magnitude_sets()
 _HALVES: Final = _limits(_HALVINGS)
 _DOUBLES: Final = _limits(_DOUBLINGS)
@@ -160,50 +186,19 @@ def _pow2_byte(p: int) -> int:
     return (p + 7) << 3 if p >= -6 else 1 << (p + 9)
 
 
-def _steps(byte: int) -> int:
-    """An E4M3 byte's value in units of 2^-9."""
-    return byte if byte < 8 else (8 + (byte & 7)) << ((byte >> 3) - 1)
+def _fit(codes: U8, row: int, start: int, p: int) -> tuple[int, int, int]:
+    """Least squares for a lossy half, p < -9: (E4M3 byte, squared error in half source steps, row of _FITTED).
 
-
-def _nearest(twice: int, step: int) -> int:
-    """The magnitude code q that brings _TWICE[q] * step nearest to twice; a tie between neighbours goes to the even."""
-    best = 0
-    for q in range(1, 8):
-        gain = abs(_TWICE[best] * step - twice) - abs(_TWICE[q] * step - twice)
-        if gain > 0 or (gain == 0 and q & 1 == 0):
-            best = q
-    return best
-
-
-def _fit(codes: U8, row: int, start: int, p: int) -> tuple[int, int]:
-    """Least squares for a lossy half, p < -9: (E4M3 byte, squared error in half source steps).
-
-    In half steps of the source an element is _TWICE[code] <= 12 and a candidate _TWICE[q] * steps(byte) * 2^(-9-p).
-    Once the smallest nonzero candidate passes 24 everything rounds to zero, whatever the byte, so the search is short.
-    The smallest byte wins a tie; byte 0x08 where every code becomes zero.
+    The byte is 0x01 (2^-9), or 0x08 where nothing is gained over all-zero codes: see _fits.
     """
-    count = np.zeros(8, dtype=np.int64)
-    for i in range(8):
-        byte = codes[row, start + i]
-        count[byte & 7] += 1
-        count[(byte >> 4) & 7] += 1
-    least = 0  # of all-zero codes
-    for code in range(8):
-        least += count[code] * _TWICE[code] * _TWICE[code]
-    best_byte = _DEAD_BYTE
-    shift = min(-9 - p, 6)  # 2^5 is past 24 already
-    for byte in range(1, 0x7F):
-        step = _steps(byte) << shift
-        if step > 24:
-            break
-        error = 0
-        for code in range(8):
-            miss = _TWICE[code] - _TWICE[_nearest(_TWICE[code], step)] * step
-            error += count[code] * miss * miss
-        if error < least:
-            least = error
-            best_byte = byte
-    return best_byte, least
+    shift = min(-9 - p, _FITS)
+    error = zeros = 0
+    for i in range(start, start + 8):
+        error += _MISSES[shift, codes[row, i]]
+        zeros += _MISSES[0, codes[row, i]]
+    if error < zeros:
+        return 1, error, shift
+    return _DEAD_BYTE, zeros, 0
 
 
 @kernel("const u8[:,:]", "const u8[:,:]", "i64[:,:]", uses=(_set_of,))
@@ -216,7 +211,7 @@ def _half_census(codes: U8, scales: U8, hist: I64) -> None:
                 hist[scales[n, b], _HALVES[found] * 8 + _DOUBLES[found] * 2 + live] += 1
 
 
-@kernel("const u8[:,:]", "const u8[:,:]", "i64", "i64[:]", uses=(_set_of, _settle, _steps, _nearest, _fit))
+@kernel("const u8[:,:]", "const u8[:,:]", "i64", "i64[:]", uses=(_set_of, _settle, _fit))
 def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> tuple[int, int]:
     impossible = 0
     below = 0
@@ -231,7 +226,7 @@ def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> tuple[int, int]:
                 if found > 1:
                     kind = _settle(p, found)[0]
                     if kind == _LOSSY:
-                        byte, miss = _fit(codes, n, start, p)
+                        byte, miss, _ = _fit(codes, n, start, p)
                         err[scales[n, b]] += miss
                         below += byte < 8
                     elif kind == _IMPOSSIBLE:
@@ -246,7 +241,7 @@ def _lossy_error(codes: U8, scales: U8, m: int, err: I64) -> tuple[int, int]:
     "u8[:,:]",
     "u8[:,:]",
     "i64[:]",
-    uses=(_set_of, _settle, _pow2_byte, _steps, _nearest, _fit),
+    uses=(_set_of, _settle, _pow2_byte, _fit),
 )
 def _repack_tile(codes: U8, scales: U8, m: int, out_codes: U8, out_scales: U8, counts: I64) -> int:
     impossible = 0
@@ -266,13 +261,9 @@ def _repack_tile(codes: U8, scales: U8, m: int, out_codes: U8, out_scales: U8, c
                     continue
                 kind, exponent, shift = _settle(p, found)
                 if kind == _LOSSY:
-                    byte = _fit(codes, n, start, p)[0]
-                    step = _steps(byte) << min(-9 - p, 6)
+                    byte, _, fitted = _fit(codes, n, start, p)
                     for i in range(start, start + 8):
-                        code = int(codes[n, i])
-                        low = _nearest(_TWICE[code & 7], step)
-                        high = _nearest(_TWICE[code >> 4 & 7], step)
-                        out_codes[n, i] = (code & 0x88) | (high << 4) | low
+                        out_codes[n, i] = _FITTED[fitted, codes[n, i]]
                 elif kind == _IMPOSSIBLE:
                     impossible += 1
                     continue

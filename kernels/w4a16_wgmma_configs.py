@@ -94,7 +94,7 @@ def shared_bytes(fmt: NumberFormat, width: int, config: WgmmaConfig) -> int:
     sums = groups * participants * finishes * SUMS_PITCH * 4
     x = config.k_groups * config.x_depth * x_stage_k(width) * width * 2
     rings = x + groups * config.depth * TILE_ROWS * (STAGE_K // 2 + STAGE_K // fmt.group)
-    barriers = 4 * MAX_GROUPS * MAX_DEPTH * 8
+    barriers = 5 * MAX_GROUPS * MAX_DEPTH * 8
     return barriers + (max(rings, sums) if rings + sums + barriers > SHARED_LIMIT else rings + sums)
 
 
@@ -114,7 +114,7 @@ REGISTERS: Final = 80
 
 def _resident(fmt: NumberFormat, width: int, config: WgmmaConfig) -> int:
     """Blocks that a multiprocessor holds at once."""
-    threads = config.row_groups * config.k_groups * 160 + 32
+    threads = config.k_groups * (config.row_groups * 160 + 32)
     by_memory = (SHARED_LIMIT + 1024) // (shared_bytes(fmt, width, config) + 1024)
     return min(by_memory, 65536 // (REGISTERS * threads), 2048 // threads)
 
@@ -174,8 +174,8 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, WgmmaConfig]]] = {
         64: WgmmaConfig(1, 1, 80, cluster=4, depth=2, x_depth=2),
     },
     (12288, 4096): {
-        16: WgmmaConfig(1, 1, 192, cluster=2, depth=5, x_depth=2),
-        32: WgmmaConfig(3, 1, 64, cluster=2, depth=6, x_depth=4),
+        16: WgmmaConfig(3, 1, 64, cluster=2, depth=6, x_depth=6),
+        32: WgmmaConfig(1, 1, 192, cluster=2, depth=3, x_depth=2),
         64: WgmmaConfig(1, 1, 192, cluster=2, depth=2, x_depth=2),
     },
     (8192, 8192): {

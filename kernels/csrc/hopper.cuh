@@ -49,6 +49,9 @@ __device__ __forceinline__ bool elect_one() {
   return chosen != 0;
 }
 
+// Shared memory that this thread has written, made visible to wgmma and to the copy engine.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // One box of a two-dimensional tensor -> shared memory; what lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int inner, int outer) {
   asm volatile(

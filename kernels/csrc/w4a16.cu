@@ -128,9 +128,6 @@ static int call_wgmma(const RequantCall& call, void* stream) {
   p.cluster = call.cluster;
   p.depth = call.depth;
   p.x_depth = call.x_stages;
-#ifdef REQUANT_MARKS
-  p.marks = static_cast<long long*>(const_cast<void*>(call.slot_weights));
-#endif
   return launch_wgmma(p, static_cast<Format>(call.format), call.blocks, call.early_start, kMaxShared,
                       static_cast<cudaStream_t>(stream));
 }

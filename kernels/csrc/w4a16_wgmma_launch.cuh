@@ -10,12 +10,17 @@ namespace requant {
 struct WgmmaVariant {
   Format format;
   int tokens;
+  int x_warps;
   void (*kernel)(WgmmaParams);
 };
 
-#define REQUANT_WGMMA_WIDTHS(FORMAT)                                                                     \
-  {FORMAT, 8, w4a16_wgmma_kernel<FORMAT, 8>}, {FORMAT, 16, w4a16_wgmma_kernel<FORMAT, 16>},              \
-      {FORMAT, 32, w4a16_wgmma_kernel<FORMAT, 32>}, {FORMAT, 64, w4a16_wgmma_kernel<FORMAT, 64>}
+template <Format FORMAT, int TOKENS>
+constexpr WgmmaVariant wgmma_variant() {
+  return {FORMAT, TOKENS, kXWarps<TOKENS>, w4a16_wgmma_kernel<FORMAT, TOKENS>};
+}
+
+#define REQUANT_WGMMA_WIDTHS(FORMAT)                                                                   \
+  wgmma_variant<FORMAT, 8>(), wgmma_variant<FORMAT, 16>(), wgmma_variant<FORMAT, 32>(), wgmma_variant<FORMAT, 64>()
 
 constexpr WgmmaVariant kWgmmaVariants[] = {
     REQUANT_WGMMA_WIDTHS(Format::kNvfp4),
@@ -112,7 +117,7 @@ inline int launch_wgmma(WgmmaParams& p, Format format, int blocks, int early_sta
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.cluster, blocks);
-  config.blockDim = dim3(groups * (kWgThreads + 32) + 32);
+  config.blockDim = dim3(groups * (kWgThreads + 32) + p.k_groups * chosen->x_warps * 32);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attributes[2];

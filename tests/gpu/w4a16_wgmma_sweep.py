@@ -41,7 +41,7 @@ def shared_bytes(width, row_groups, k_groups, cluster, depth, x_depth):
         finishes *= 2
     sums = groups * participants * finishes * 68 * 4
     rings = k_groups * x_depth * (128 if width == 64 else 256) * width * 2 + groups * depth * 64 * 144
-    return 1024 + (max(rings, sums) if rings + sums + 1024 > sweep.SHARED else rings + sums)
+    return 1280 + (max(rings, sums) if rings + sums + 1280 > sweep.SHARED else rings + sums)
 
 
 def check():
@@ -90,7 +90,7 @@ def candidates(n, k, width, limit):
             continue
         most, blocks = -(-stages // participants), -(-n // (64 * row_groups)) * cluster
         for per_sm, room in ((1, sweep.SHARED), (2, 115712), (3, 76000)):
-            if per_sm * (groups * 160 + 32) * 80 > 65536:
+            if per_sm * k_groups * (row_groups * 160 + 32) * 80 > 65536:
                 continue
             rings = [
                 (min(depth, 6) * groups * 2 + x_depth * k_groups * width / 32, depth, x_depth)

@@ -76,8 +76,9 @@ def test_machine_code_multiplies_on_the_warpgroup_tensor_cores_from_registers(tm
         [str(CUOBJDUMP), "--dump-sass", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
     found = Counter(re.findall(r"HGMMA\.(\S+) R\d+, R\d+, gdesc", sass))  # R: A comes from registers
-    assert found == {f"64x{t}x16.F32.BF16": 4 for _, t in kinds}  # two k steps from each of two register sets
+    # the k steps of 128 k with x sorted, of 64 k with codes gathered
+    assert found == {f"64x{t}x16.F32.BF16": 4 if t == 64 else 8 for _, t in kinds}
     assert "UTMALDG.2D" in sass
     assert "UTMALDG.3D" in sass
     assert re.search(r"LDGSTS\.E\.BYPASS\.LTC128B\.128", sass), "block scales go to shared memory 16 bytes at a time"
-    assert len(re.findall(r"\bSTL\b", sass)) <= 2, "more than two registers spill, and those before the loop"
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spill"

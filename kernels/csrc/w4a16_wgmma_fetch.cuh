@@ -85,17 +85,18 @@ __device__ __forceinline__ void fetch_x(const WgmmaParams& p, uint32_t shared, c
   const int ahead = kSorted<TOKENS> ? p.x_depth - 1 : count;
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) fill();
-  if constexpr (!kSorted<TOKENS>) return;
+  if constexpr (kSorted<TOKENS>) {
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    barrier_wait(barriers.x(0, k_group, at.slot), at.parity);
+    for (int i = 0; i < count; ++i) {
+      barrier_wait(barriers.x(0, k_group, at.slot), at.parity);
 #pragma unroll 1
-    for (int b = 0; b < kXBlocks<TOKENS>; b += 2) sort_x<TOKENS>(to + at.slot * kStage + b * kBox, x_warp, lane);
-    async_proxy_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.x(2, k_group, at.slot));
-    at.next(p.x_depth);
-    fill();  // the slot that the consumers leave next
+      for (int b = 0; b < kXBlocks<TOKENS>; b += 2) sort_x<TOKENS>(to + at.slot * kStage + b * kBox, x_warp, lane);
+      async_proxy_fence();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(barriers.x(2, k_group, at.slot));
+      at.next(p.x_depth);
+      fill();  // the slot that the consumers leave next
+    }
   }
 }
 

@@ -102,7 +102,7 @@ def shared_bytes(fmt: NumberFormat, width: int, config: WgmmaConfig) -> int:
 # Cycles, from clock marks on an H200 (kernels/NOTES.md).
 STAGE_CYCLES, TILE_CYCLES = 1300, 700
 """A multiprocessor's for one stage of its warpgroups: latency, and for each warpgroup a tile (64 rows x 256 k)."""
-MEETING_CYCLES: Final = 400
+MEETING_CYCLES: Final = 800
 """Of the blocks of a cluster, for every doubling of it."""
 X_BYTES_PER_CYCLE: Final = 6000
 """What L2 delivers of x, all multiprocessors together, beside the weights."""
@@ -114,7 +114,7 @@ REGISTERS: Final = 80
 
 def _resident(fmt: NumberFormat, width: int, config: WgmmaConfig) -> int:
     """Blocks that a multiprocessor holds at once."""
-    threads = config.k_groups * (config.row_groups * 160 + 32)
+    threads = config.k_groups * (config.row_groups * 160 + (64 if width == 32 else 32))  # kXWarps
     by_memory = (SHARED_LIMIT + 1024) // (shared_bytes(fmt, width, config) + 1024)
     return min(by_memory, 65536 // (REGISTERS * threads), 2048 // threads)
 
@@ -166,12 +166,12 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, WgmmaConfig]]] = {
     (7168, 2048): {
         16: WgmmaConfig(1, 4, 112, depth=2, x_depth=2),
         32: WgmmaConfig(1, 2, 112, depth=4, x_depth=4),
-        64: WgmmaConfig(1, 2, 112, depth=4, x_depth=4),
+        64: WgmmaConfig(1, 4, 112, depth=2, x_depth=2),
     },
     (5120, 2944): {
         16: WgmmaConfig(3, 1, 27, cluster=4, depth=3, x_depth=3),
         32: WgmmaConfig(3, 1, 27, cluster=4, depth=3, x_depth=3),
-        64: WgmmaConfig(1, 1, 80, cluster=4, depth=2, x_depth=2),
+        64: WgmmaConfig(1, 4, 80, depth=2, x_depth=2),
     },
     (12288, 4096): {
         16: WgmmaConfig(3, 1, 64, cluster=2, depth=6, x_depth=6),

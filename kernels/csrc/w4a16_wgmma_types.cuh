@@ -23,9 +23,9 @@ constexpr int kXBlocks = TOKENS == 64 ? 2 : 4;
 template <int TOKENS>
 constexpr bool kSorted = TOKENS <= 32;
 
-// Warps that fetch the x of one k group.
+// Warps that fetch and sort the x of one k group.
 template <int TOKENS>
-constexpr int kXWarps = 1;
+constexpr int kXWarps = TOKENS == 32 ? 2 : 1;
 
 template <int TOKENS>
 constexpr int kWgMaxThreads = kWgMaxGroups * (kWgThreads + 32 + 32 * kXWarps<TOKENS>);

@@ -90,7 +90,7 @@ def candidates(n, k, width, limit):
             continue
         most, blocks = -(-stages // participants), -(-n // (64 * row_groups)) * cluster
         for per_sm, room in ((1, sweep.SHARED), (2, 115712), (3, 76000)):
-            if per_sm * k_groups * (row_groups * 160 + 32) * 80 > 65536:
+            if per_sm * k_groups * (row_groups * 160 + (64 if width == 32 else 32)) * 80 > 65536:
                 continue
             rings = [
                 (min(depth, 6) * groups * 2 + x_depth * k_groups * width / 32, depth, x_depth)

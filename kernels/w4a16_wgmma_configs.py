@@ -108,15 +108,15 @@ X_BYTES_PER_CYCLE: Final = 6000
 """What L2 delivers of x, all multiprocessors together, beside the weights."""
 CLUSTERS: Final = {1: 132, 2: 66, 3: 39, 4: 30}
 """Clusters that an H200 runs at once with one block on a multiprocessor: larger ones leave gaps."""
-REGISTERS: Final = 80
-"""Per thread, of the widest variant."""
+REGISTERS: Final = {8: 56, 16: 64, 32: 64, 64: 80}
+"""Per thread, by width."""
 
 
 def _resident(fmt: NumberFormat, width: int, config: WgmmaConfig) -> int:
     """Blocks that a multiprocessor holds at once."""
     threads = config.k_groups * (config.row_groups * 160 + (64 if width == 32 else 32))  # kXWarps
     by_memory = (SHARED_LIMIT + 1024) // (shared_bytes(fmt, width, config) + 1024)
-    return min(by_memory, 65536 // (REGISTERS * threads), 2048 // threads)
+    return min(by_memory, 65536 // (REGISTERS[width] * threads), 2048 // threads)
 
 
 def _estimate(config: WgmmaConfig, fmt: NumberFormat, width: int, k: int, processors: int) -> float:

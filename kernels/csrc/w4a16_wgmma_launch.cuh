@@ -61,15 +61,16 @@ inline EncodeTiled tensor_map_encoder() {
   return encoder;
 }
 
-// A map whose innermost boxes are 128 bytes, swizzled in shared memory.
+// A map whose innermost boxes are 128 bytes, swizzled in shared memory. L2 fetches twice that where rows are multiples of
+// it: the next stage's; elsewhere that reads bytes twice (kernels/NOTES.md, 10b).
 inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* at, int rank, const cuuint64_t* sizes,
                        const cuuint64_t* pitches, const cuuint32_t* box) {
   const EncodeTiled encode = tensor_map_encoder();
   const cuuint32_t steps[3] = {1, 1, 1};
+  const auto l2 = pitches[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   return encode != nullptr &&
          encode(map, type, rank, const_cast<void*>(at), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_SWIZZLE_128B, l2, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // Codes [rows][k / 2] in boxes of 64 rows x one line.

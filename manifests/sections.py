@@ -218,7 +218,8 @@ class Activations(Section):
     input_scale: Scale | FromCheckpoint | None = Field(
         default=1.0,
         description="Constant for every layer (1.0 is modelopt's data-free choice), or {from: FOLDER} to copy from "
-        "another NVFP4 checkpoint of the model. null where the format has none (nvfp4-w4a16, mxfp4, bf16).",
+        "another NVFP4 checkpoint of the model. Left out: the source's own scales where it has them, else 1.0. "
+        "null where the format has none (nvfp4-w4a16, mxfp4, bf16).",
     )
     calibrate: Calibrate | None = Field(default=None, description="Measure the scales on a text instead.")
 

@@ -33,9 +33,12 @@ CALIBRATION_CHARACTERS = 70_000
 """From either text: 64 sequences of 512 tokens in all."""
 CT = "layout: compressed-tensors"
 NVFP4, W4A16, MXFP4 = "format: nvfp4", "format: nvfp4-w4a16", f"format: mxfp4, {CT}"
+FP8 = f"format: fp8, {CT}"
 VARIANTS = {  # name: (what the table says, rule, target, source variant or None for BF16, calibrated, W4A4)
     "bf16": ("BF16 (the source)", None, None, None, False, False),
     "fp8": ("FP8 per tensor, nearest", "to: fp8", "format: fp8", None, False, False),
+    "fp8-channel": ("FP8 per channel, nearest", "to: fp8, granularity: channel", FP8, None, False, False),
+    "fp8-block": ("FP8 per 128 x 128, nearest", "to: fp8, granularity: block", FP8, None, False, False),
     "nvfp4-nearest": ("NVFP4 nearest (= modelopt)", "to: nvfp4, scale: nearest", W4A16, None, False, False),
     "nvfp4-four-over-six": ("NVFP4 four-over-six", "to: nvfp4, scale: four-over-six", W4A16, None, False, False),
     "nvfp4-mse": ("NVFP4 mse", "to: nvfp4, scale: mse", W4A16, None, False, False),

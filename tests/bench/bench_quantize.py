@@ -25,7 +25,12 @@ from requant.kernels.quantize import amax, bf16_to_mxfp4, bf16_to_nvfp4, nvfp4_g
 from requant.kernels.repack_jit import half_census, repack_tile
 
 N = K = 4096
-FLOORS = {"BF16 -> NVFP4 nearest": 600, "BF16 -> NVFP4 mse": 60, "MXFP4 half census": 500}
+FLOORS = {
+    "BF16 -> NVFP4 nearest": 600,
+    "BF16 -> NVFP4 mse": 60,
+    "MXFP4 half census": 500,
+    "MXFP4 -> NVFP4, 1 block in 4 out of range": 1000,
+}
 """M weights per CPU-second that each must reach."""
 SLICES, ROUNDS = 8, 25
 
@@ -66,6 +71,11 @@ def rows() -> dict[str, Callable[[int, int], None]]:
     def repack(a, b):
         repack_tile(mx_codes[a:b], mx_scales[a:b], 124 - 127 - 8, codes[a:b], s16[a:b], np.zeros(4, np.int64))
 
+    wide = rng.integers(102, 122, (N, K // 32), dtype=np.uint8)
+
+    def repack_lossy(a, b):
+        repack_tile(mx_codes[a:b], wide[a:b], -14, codes[a:b], s16[a:b], np.zeros(4, np.int64))
+
     return {
         "BF16 amax": lambda a, b: amax(bf16[a:b]) and None,
         "BF16 -> MXFP4": lambda a, b: bf16_to_mxfp4(bf16[a:b], codes[a:b], s32[a:b]),
@@ -82,6 +92,7 @@ def rows() -> dict[str, Callable[[int, int], None]]:
         "MXFP4 -> F32": lambda a, b: dequantize_mxfp4(mx_codes[a:b], mx_scales[a:b], out_f32[a:b]),
         "MXFP4 half census": census,
         "MXFP4 -> NVFP4 step 2, none lossy": repack,
+        "MXFP4 -> NVFP4, 1 block in 4 out of range": repack_lossy,
     }
 
 

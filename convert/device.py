@@ -207,7 +207,7 @@ def _driver_finds_gpu() -> bool:
 
 def _gpu(workers: int, reason: str) -> GpuCompute:
     """The first GPU with its kernels loaded, or EnvironmentFault."""
-    from requant.kernels.availability import State
+    from requant.kernels.availability import State, gpu
 
     hint = "set execute.device: cpu (or auto); `requant doctor` says what this machine has"
     try:
@@ -216,12 +216,14 @@ def _gpu(workers: int, reason: str) -> GpuCompute:
         from requant.kernels.gpu_lane import GpuLane
 
         found = gpu_quantize.availability()
+        name, capability = gpu()
         if found.state is not State.RUNS:
-            raise EnvironmentFault(f"the GPU cannot convert: {found.reason}", where="execute.device", hint=hint)
+            why = found.reason if capability else name
+            raise EnvironmentFault(f"no GPU can convert here: {why}", where="execute.device", hint=hint)
         launch = gpu_quantize.Launcher(torch.device("cuda", 0))
         held = min(HELD_BYTES, torch.cuda.mem_get_info(0)[0] // (2 * workers))
     except (ImportError, RuntimeError, OSError) as error:  # of torch's CUDA, nvcc, the library
-        raise EnvironmentFault(f"the GPU cannot convert: {error}", where="execute.device", hint=hint) from error
+        raise EnvironmentFault(f"no GPU can convert here: {error}", where="execute.device", hint=hint) from error
     return GpuCompute(lambda: GpuLane(launch, held), torch.cuda.get_device_name(0), reason, workers)
 
 

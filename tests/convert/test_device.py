@@ -348,7 +348,7 @@ def test_cuda_without_a_gpu_is_exit_6_before_anything_is_written(kit):
 
     if torch.cuda.is_available():
         pytest.fail("this test is for machines without a GPU: deselect it with -m gpu")
-    with pytest.raises(EnvironmentFault, match=r"execute\.device: the GPU cannot convert: .*there is no GPU") as fault:
+    with pytest.raises(EnvironmentFault, match=r"execute\.device: no GPU can convert here: there is no GPU\n") as fault:
         run_job(job_of(kit, plain(kit), "cuda", "out"))
     assert fault.value.exit_code == 6 and "execute.device: cpu" in fault.value.hint
     assert not list(kit.tmp.glob("out*[!l]")), "neither an output nor a partial one"
@@ -370,7 +370,7 @@ def test_auto_stays_on_the_processor_and_says_why(kit, monkeypatch):
     why = "auto: 0.0 GB to quantize, measured 3.0 GB/s here; a GPU starts no faster"
     assert choose_device(plan, 2) == (None, why)
     monkeypatch.setattr(device, "START_S", 0)
-    assert choose_device(plan, 2)[1].startswith("auto: the GPU cannot convert: ")
+    assert choose_device(plan, 2)[1].startswith("auto: no GPU can convert here: ")
 
 
 @pytest.mark.parametrize(("gpu_rate", "taken"), [(30.0, True), (2.1, False)])

@@ -45,7 +45,7 @@ sanitize() { # on this card's own target; kernels/csrc/quantize.cu (w4a4 and w4a
   "$cuda/nvcc" -std=c++17 -O3 -lineinfo -gencode "arch=compute_$arch,code=sm_$arch" -Ikernels/csrc \
     tests/kernels/quantize_sanitize.cu -o "$1/quantize_sanitize" || return 1
   for tool in memcheck racecheck; do
-    "$cuda/compute-sanitizer" --error-exitcode 1 --tool "$tool" "$1/quantize_sanitize" || return 1
+    "$(command -v compute-sanitizer || echo "$cuda/compute-sanitizer")" --error-exitcode 1 --tool "$tool" "$1/quantize_sanitize" || return 1
   done
 }
 export -f sanitize

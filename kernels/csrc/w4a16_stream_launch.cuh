@@ -34,17 +34,16 @@ constexpr StreamVariant kStreams[] = {
 constexpr int kStreamCount = sizeof(kStreams) / sizeof(kStreams[0]);
 
 // Two-dimensional map of `rows` rows of `bytes` bytes, for boxes of box_bytes x box_rows; false where the driver has none.
+// The L2 fetches 256 bytes at a time, since a box's neighbour along K is wanted next.
 inline bool make_map(CUtensorMap* map, const void* from, uint64_t bytes, uint64_t rows, uint32_t box_bytes, uint32_t box_rows,
               CUtensorMapSwizzle swizzle) {
   const EncodeTiled encode = tensor_map_encoder();
   if (encode == nullptr) return false;
   const cuuint64_t sizes[] = {bytes, rows}, strides[] = {bytes};
   const cuuint32_t box[] = {box_bytes, box_rows}, steps[] = {1, 1};
-  // The L2 fetches the box's neighbour along K with it, which is wanted next; not where that would reach into the next row.
-  const CUtensorMapL2promotion ahead =
-      bytes % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(from), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, ahead, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // 0, or a code of requant_w4a16. `p` holds pointers and sizes.

@@ -147,7 +147,13 @@ def test_a_stream_is_within_the_bound_for_every_slot_wherever_its_warps_are_cut(
 
     torch.manual_seed(5)
     streams = [replace(c, blocks=b) for c in (configs.LONG_STREAM, configs.SHORT_STREAM) for b in (132, 20, 7, 1)]
-    for experts, topk, n, k in [(16, 2, 96, 512), (24, 6, 208, 2880), (40, 6, 72, 4096), (30, 6, 48, 2944)]:
+    for experts, topk, n, k in [
+        (16, 2, 96, 512),
+        (24, 6, 208, 2880),
+        (40, 6, 72, 4096),
+        (30, 6, 48, 2944),
+        (30, 6, 48, 2816),
+    ]:
         if configs.alignment(fmt, k) == configs.GENERAL:
             continue
         codes, scales = random_weight(fmt, experts, n, k)

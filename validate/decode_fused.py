@@ -136,7 +136,8 @@ class FusedGlue:
             qkv, _or(a.qkv_bias, qkv), _or(a.q_norm, qkv), _or(a.k_norm, qkv), _or(a.sinks, qkv), *tables, positions,
             *cache, part, state, out, self._counters[1:], coming, a.scale, eps, capacity, a.window, pieces,
             HEADS=a.heads, KV_HEADS=a.kv_heads, HALF=a.head_dim // 2, GROUP=max(_DOT, _up(a.heads // a.kv_heads)),
-            SPLITS=splits, BIAS=a.qkv_bias is not None, QK_NORM=a.q_norm is not None, SINKS=a.sinks is not None, BLOCK=_KEYS,
+            SPLITS=splits, BIAS=a.qkv_bias is not None, QK_NORM=a.q_norm is not None, SINKS=a.sinks is not None,
+            BLOCK=_KEYS,
             AHEAD=pieces > 0, THREADS=_THREADS, num_warps=_THREADS // 32, **self._launch,
         )  # fmt: skip
         return out

@@ -182,7 +182,6 @@ def w4a16_moe(
     routing: MoeRouting | None = None,
     out: Tensor | None = None,
     config: configs.Config | None = None,
-    constant_weights: bool = False,
     check: bool = False,
     path: Path = "auto",
 ) -> Tensor:
@@ -191,8 +190,6 @@ def w4a16_moe(
     x [T, K] bfloat16 (or [T, topk, K] with x_per_slot: the down projection), codes [E, N, K/2], block_scales
     [E, N, K/group], global_scales [E] float32 or None (all 1), expert_ids [T, topk] int32, weights [T, topk] float32.
     Returns [T, topk, N] bfloat16. Pass `routing` from `route_experts` to share the sort between the GEMMs of a layer.
-    constant_weights: promise that the weights and the routing were whole before the kernel before this one began; the
-    kernel may then start reading them before that one has finished (SM90 and later).
     A slot whose expert id is out of range gives NaN; check=True raises ValueError instead, and waits for the GPU.
     """
     import torch
@@ -252,7 +249,7 @@ def w4a16_moe(
     call.global_scales = None if global_scales is None else global_scales.data_ptr()
     call.slot_weights = None if weights is None else weights.data_ptr()
     call.routing = routing.data.data_ptr()
-    call.early_start = _early_start(capability, constant_weights=constant_weights)
+    call.early_start = _early_start(capability, constant_weights=False)
     lib.launch(library, call, stream)
     return out
 

@@ -58,25 +58,15 @@ class Products:
         return y
 
     def grouped(
-        self,
-        x: torch.Tensor,
-        weight: Matrix,
-        ids: torch.Tensor,
-        routing: w4a16.MoeRouting | None,
-        *,
-        early: bool = False,
+        self, x: torch.Tensor, weight: Matrix, ids: torch.Tensor, routing: w4a16.MoeRouting | None
     ) -> torch.Tensor:
-        """Each slot's expert times its row: x [T, K], or [T, J, K], with ids [T, J] -> [T, J, N].
-
-        early: the routing was whole before the kernel before this one began; weights may be fetched before that ends.
-        """
+        """Each slot's expert times its row: x [T, K], or [T, J, K], with ids [T, J] -> [T, J, N]."""
         per_slot = x.dim() == 3
         if weight.packed is not None:
             w = weight.packed
             return w4a16.w4a16_moe(
-                x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, x_per_slot=per_slot,
-                constant_weights=self._pdl and early,
-            )  # fmt: skip
+                x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, x_per_slot=per_slot
+            )
         assert weight.plain is not None
         if not x.is_cuda or ids.numel() > 4 * FEW:
             return _sorted_product(x, weight.plain, ids)

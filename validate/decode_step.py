@@ -128,8 +128,7 @@ def _mlp(
     chosen = glue.choose(h, added, layer.mlp_norm, eps, mlp.router, ids, route=route)
     both = products.grouped(chosen.x, mlp.gate_up, chosen.ids, chosen.routing)
     inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias, soon)
-    # gate_up waited for the routing before it let the gate's kernel begin: `down` may read it at once
-    y = products.grouped(inner, mlp.down, chosen.ids, chosen.routing, early=mlp.gate_up.packed is not None)
+    y = products.grouped(inner, mlp.down, chosen.ids, chosen.routing)
     return chosen.h, Added(y, chosen.weights, chosen.ids, mlp.down_bias)
 
 

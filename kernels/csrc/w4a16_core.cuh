@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
   uint32_t* const largest = reinterpret_cast<uint32_t*>(shared + p.largest_offset);
   for (int i = at.warp * 32 + at.lane; i < 2 * p.column_warps * kMaxWidth; i += blockDim.y * blockDim.z * 32) largest[i] = 0;
   __syncthreads();  // before anyone raises them
-  if (!p.constant_weights) {  // nothing has been read so far
+  if (kGrouped || !p.constant_weights) {  // nothing has been read so far
     wait_for_previous_kernel();
     allow_next_kernel();
   }
@@ -192,10 +192,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_kernel(const __grid_con
       }
       unit = next;
       first = false;
-    }
-    if (first && p.constant_weights) {  // a block without a unit has not waited yet
-      wait_for_previous_kernel();
-      allow_next_kernel();
     }
     poison_unrouted(p);
   } else {

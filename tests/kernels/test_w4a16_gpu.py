@@ -240,29 +240,3 @@ def test_every_configuration_of_the_table_and_the_rule_launches_and_agrees_with_
             x = random_x(m, k)
             y = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
             assert_within_bound(y, x.double() @ w.T, x.double().abs() @ w.abs().T)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-def test_experts_fetched_before_their_input_is_ready_give_the_same_bits(tokens):
-    """The routing is whole, the input is written by the very kernel before: only that may be waited for."""
-    import torch
-
-    codes, scales = random_weight(NumberFormat.NVFP4, 8, 96, 288)
-    ids = torch.randint(0, 8, (tokens, 2), dtype=torch.int32, device="cuda")
-    ids[-1, -1] = 8  # a slot without an expert: NaN
-    x = torch.randn((tokens, 2, 288), device="cuda").bfloat16()
-    routing = w4a16.route_experts(ids, 8)
-    torch.cuda.synchronize()
-    outputs = []
-    for constant_weights in (False, True):
-        late = torch.zeros_like(x)
-        out = torch.zeros((tokens, 2, 96), dtype=torch.bfloat16, device="cuda")
-        for _ in range(20):
-            late.copy_(x)
-            w4a16.w4a16_moe(
-                late, codes, scales, None, fmt=NumberFormat.NVFP4, routing=routing, x_per_slot=True, out=out,
-                constant_weights=constant_weights,
-            )  # fmt: skip
-        outputs.append(out.view(torch.int16).clone())
-    assert torch.equal(outputs[0], outputs[1])
-    assert bool(outputs[1].view(torch.bfloat16)[-1, -1].isnan().all())

@@ -78,7 +78,9 @@ def measure_model(
     measured = Measured()
     bench = _Bench(gate, read_gbps, device, progress, measured)
     bench.converted(output)
-    if source is not None:
+    if source is None or not source.is_dir():
+        measured.missing["source"] = "its folder is not here"
+    else:
         bench.attempt("source", lambda: load_decoder(source, device=device, positions=bench.capacity))
     measured.data["runs"] = bench.shown
     measured.data["not_measured"] = dict(measured.missing)

@@ -189,14 +189,14 @@ def test_the_tables_show_every_concurrency_and_why_one_is_missing():
 # --- the measurement, its loader replaced -----------------------------------------------------------------------------
 
 
-def measured(monkeypatch, *, gate=None, **replaced):
+def measured(monkeypatch, *, gate=None, source=PROGRAM.parent, **replaced):
     monkeypatch.setattr(decode_speed, "load_decoder", lambda path, **_: decoder())
     for name, value in replaced.items():
         monkeypatch.setattr(decode_speed, name, value)
     gate = gate or SpeedGate(device="cpu", concurrency=(1, 4), requests=(2, 6), prompt_tokens=6, output_tokens=5)
     seen = []
     found = decode_speed.measure_model(
-        Path("o"), Path("s"), gate, read_gbps=None, device="cpu", progress=lambda a, b: seen.append((a, b))
+        Path("o"), source, gate, read_gbps=None, device="cpu", progress=lambda a, b: seen.append((a, b))
     )
     return found, seen
 
@@ -241,16 +241,18 @@ def test_a_source_that_cannot_run_is_named_and_the_rest_kept(monkeypatch):
     from requant.kernels.empty_model import ModelUnavailableError
 
     def load(path, **_):
-        if path.name == "s":
+        if path != Path("o"):
             raise ModelUnavailableError("x is fp8: the decode engine reads FP4 and BF16")
         return decoder()
 
     gate = SpeedGate(device="cpu", concurrency=(1,), requests=(1,), prompt_tokens=4, output_tokens=3)
     monkeypatch.setattr(decode_speed, "load_decoder", load)
-    found = decode_speed.measure_model(Path("o"), Path("s"), gate, read_gbps=None, device="cpu")
+    found = decode_speed.measure_model(Path("o"), PROGRAM.parent, gate, read_gbps=None, device="cpu")
     assert found.missing == {"source": "x is fp8: the decode engine reads FP4 and BF16"}
     assert found.data["not_measured"] == found.missing
     assert found.speedups("source") == {}
+    found, _ = measured(monkeypatch, gate=gate, source=Path("absent"))
+    assert found.missing == {"source": "its folder is not here"}
 
 
 def test_the_stage_judges_its_bounds(monkeypatch):

@@ -103,7 +103,7 @@ class _Bench:
         self._measured = measured
         self._done = 0
         self._total = sum(_waves(r, c) for c, r in zip(gate.concurrency, gate.requests, strict=True)) * 3
-        self.capacity = gate.prompt_tokens + gate.output_tokens
+        self.capacity = gate.prompt_tokens + max(gate.output_tokens, _CHECKED)  # the profiled steps go that far
         self.shown: list[JSON] = []
 
     def converted(self, output: Path) -> None:
@@ -171,6 +171,7 @@ class _Bench:
         middle = gate.prompt_tokens + gate.output_tokens // 2
         moved = step_bytes(decoder, batch, statistics.mean(touched), middle)
         point |= {"bytes": moved, "experts_touched": round(statistics.mean(touched), 2), "first_tokens": tokens[1][0]}
+        point["ahead"] = engine.glue.cache_bytes > 0
         if self._read is not None:
             floor = moved / self._read / 1e3
             point |= {"roofline_us": round(floor, 1), "of_roofline": round(floor / _float(point, "step_us_median"), 4)}

@@ -6,8 +6,8 @@ gate asks for did not run, as far as that gate is concerned. The output is signe
 passed: there is no "passed with skips".
 
 Written as `requant.signoff.json` (for `publish`, which compares the hashes), `requant.signoff.md` and
-`requant.signoff.html` (for people), each through a temporary name. None holds an absolute path, a host name or a token:
-they are meant to be published.
+`requant.signoff.html` (for people), and its charts as `requant.signoff.NAME.svg` (for the model card), each through a
+temporary name. None holds an absolute path, a host name or a token: they are meant to be published.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from requant.manifests.schema import Manifest
 from requant.validate.hashing import hash_files, judged_files
 from requant.validate.report import render_markdown
 from requant.validate.report_html import render_html
+from requant.validate.report_plots import PLOT_PREFIX, plots_of
 from requant.validate.results import StageResult, Status
 from requant.validate.verdict import ALWAYS_REQUIRED, VERSION, Gate, SignOff
 
@@ -74,10 +75,16 @@ def sign_off(
 
 
 def write_signoff(output: Path, signoff: SignOff) -> None:
-    """Write the page, the Markdown and then `requant.signoff.json` into `output`, each at once or not at all."""
+    """Write page, charts, Markdown and then `requant.signoff.json` into `output`, each at once or not at all."""
     published = signoff.to_json()  # without paths and tokens, in all files
     shown = SignOff.from_json(published)
     _write(output / HTML_NAME, render_html(shown))
+    plots = plots_of(shown)
+    for stale in output.glob(f"{PLOT_PREFIX}*.svg"):
+        if stale.name not in plots:
+            stale.unlink()
+    for name, svg in plots.items():
+        _write(output / name, svg)
     _write(output / MARKDOWN_NAME, render_markdown(shown))
     _write(output / JSON_NAME, _dump(published) + "\n")
 

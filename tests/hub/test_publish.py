@@ -191,3 +191,13 @@ def test_a_link_out_of_the_folder_is_not_followed(output, hub, kit, capsys, tmp_
     (output / "innocent.txt").symlink_to(tmp_path / "secret")
     assert kit.requant("publish", output, "--quiet", "--force-unsigned") == 7
     assert "innocent.txt: is a link that leads out of the folder" in capsys.readouterr().err
+
+
+def test_the_charts_go_along_and_the_card_shows_them(output, hub, kit):
+    assert kit.requant("publish", output, "--quiet") == 0
+    card = hub.content(REPO, "README.md", PR).decode()
+    charts = sorted(path.name for path in output.glob("requant.signoff.*.svg"))
+    assert "requant.signoff.bytes.svg" in charts
+    for name in charts:
+        assert f"]({name})" in card
+        assert hub.content(REPO, name, PR) == (output / name).read_bytes()

@@ -218,29 +218,16 @@ def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
     charts = [serving_chart(runs, key, title, unit) for key, title, unit in _SERVING]
     charts.append(breakdown_chart(_objects(stage.data.get("breakdown"))))
     charts += [kernel_speedup(points), roofline(points, object_of(kernels.get("ceilings")))]
-    own = (_run_points(runs),) if runs else ()
     bottleneck = stage.data.get("bottleneck")
     lines = (bottleneck,) if isinstance(bottleneck, str) else ()
     shown = tuple(chart for chart in charts if chart)
-    return Section("speed", "Speed", stage.reason, shown, own + _taken(tables, DECODING, STEP, "Kernel times"), lines)
+    return Section("speed", "Speed", stage.reason, shown, _taken(tables, DECODING, STEP, "Kernel times"), lines)
 
 
 def _serving(serving: StageResult, tables: dict[str, Table]) -> Section:
     runs = _objects(serving.data.get("runs"))
     charts = tuple(chart for key, title, unit in _SERVING if (chart := serving_chart(runs, key, title, unit)))
     return Section("serving", "A running server", serving.reason, charts, _taken(tables, SERVING))
-
-
-def _run_points(runs: Sequence[Mapping[str, JSON]]) -> Table:
-    """Every concurrency of every run."""
-    keys = ("concurrency", "completed", "errors", *(key for key, _, _ in _SERVING))
-    columns = ("run", "streams", "completed", "errors", "tokens/s", "TTFT ms", "between tokens ms")
-    rows = tuple(
-        (_cell(run.get("label")), *(_cell(point.get(key)) for key in keys))
-        for run in runs
-        for point in _objects(run.get("points"))
-    )
-    return Table("Points", columns, rows, frozenset(range(1, len(columns))))
 
 
 def _files(signoff: SignOff) -> Section:

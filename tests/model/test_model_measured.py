@@ -282,3 +282,26 @@ def test_what_was_measured_before_a_break_is_kept(golden, text, monkeypatch):
 def test_smoothed_weights_are_refused(golden):
     with pytest.raises(ModelUnavailableError, match="pre_quant_scale"):
         load_model(golden("llama_nvfp4_awq_lite"))
+
+
+def test_a_sign_off_whose_model_stage_did_not_run_says_why_and_ends_with_5(golden, text, tmp_path, capsys):
+    from requant.convert.cli import main
+
+    source, out = golden("_src_llama_bf16"), tmp_path / "out"
+    path = tmp_path / "m.yaml"
+    path.write_text(
+        f"version: 1\nname: m\nsource: {{path: {source}}}\ntarget: {{format: nvfp4, output: {out}}}\n"
+        "layers:\n  - {match: 'model.layers.*_proj', to: nvfp4, scale: nearest}\n  - {match: '*', to: keep}\n"
+        f"validate: {{model: {{text: {text}, tokens: 256, sequence_length: 64}}}}\n"
+    )
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit) as stop:
+        main([str(path), "--quiet"])
+    shown = capsys.readouterr()
+    assert stop.value.code == 5
+    assert "Not signed off: model not run" in shown.out
+    assert "the folder has no tokenizer that transformers can load" in shown.out
+    assert "converted, but not signed off" in shown.err
+    signed = json.loads((out / "requant.signoff.json").read_text())
+    gate = next(gate for gate in signed["gates"] if gate["gate"] == "model")
+    assert (signed["signed_off"], gate["status"]) == (False, "not run")

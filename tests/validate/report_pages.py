@@ -65,7 +65,29 @@ def _model() -> StageResult:
         "kl": {"mean": 0.1921, "stderr": 0.007, "median": 0.11, "p99": 1.4, "max": 6.1, "by_position": [0.3, 0.2, 0.1]},
         "top1_agreement": {"mean": 0.82, "stderr": 0.006},
         "perplexity": {"ratio": 1.187, "ratio_low": 1.15, "ratio_high": 1.22, "source": 17.3, "target": 20.5},
-        "greedy": {"prompts": 8, "identical": 2, "steps": 64},
+        "greedy": {"prompts": 8, "identical": 2, "steps": 64, "of": "chat prompts"},
+        "answers": {"tokens": 512, "kl_mean": 0.21, "kl_stderr": 0.02, "top1_agreement": 0.84},
+        "limits": {"max_kl": 0.35, "max_ppl_ratio": 1.5, "identical_greedy": False, "origin": "default"},
+        "text": {"file": "text.txt"},
+        "path": "GPU: FP4 weights by the chip's kernels",
+        "lm_eval": {
+            "version": "0.4.13",
+            "tasks": {
+                f"questions, {metric}": {
+                    "questions": 400,
+                    "source": 0.61,
+                    "source_stderr": 0.024,
+                    "target": 0.60,
+                    "target_stderr": 0.025,
+                    "difference": -0.01,
+                    "difference_stderr": 0.008,
+                    "margin": 0.03,
+                    "judged": metric == "acc",
+                    "verdict": "not inferior",
+                }
+                for metric in ("acc", "acc_norm")
+            },
+        },
     }
     return StageResult("model", Status.PASSED, "KL 0.1921 nats", data=data)
 
@@ -115,11 +137,12 @@ def _serving() -> StageResult:
     def points(scale: float) -> list[dict[str, float]]:
         return [
             {
-                "concurrency": c, "completed": 4 * c, "errors": 0,
+                "concurrency": c, "requests": 4 * c, "completed": 4 * c, "errors": 0,
                 "output_tokens_per_s": scale * c, "ttft_ms_median": 30.0 + c, "itl_ms_median": 8.0,
             }
             for c in (1, 8, 16)
         ]  # fmt: skip
 
-    runs = [{"label": "nvfp4", "points": points(100)}, {"label": "mxfp4 source", "points": points(90)}]
+    where = {"server": "vLLM 0.30.0", "card": "NVIDIA B200", "kernels": ["MoE: FLASHINFER_CUTLASS"], "fp4_native": True}
+    runs = [{"label": name, **where, "points": points(rate)} for name, rate in (("nvfp4", 100), ("mxfp4 source", 90))]
     return StageResult("serving", Status.PASSED, "two runs", data={"runs": runs})

@@ -114,6 +114,9 @@ def test_dark_and_print_have_their_own_colours_and_no_controls_are_printed(page,
     page.media(kind="print", scheme="dark")
     assert page.js(background) == "rgb(255, 255, 255)"
     assert page.js("getComputedStyle(document.querySelector('nav')).display") == "none"
+    number = "document.querySelector('#layers td.number')"
+    assert page.js(f"getComputedStyle({number}).whiteSpace") == "nowrap"  # no number is broken over two lines
+    assert page.js("getComputedStyle(document.querySelector('thead')).display") == "table-row-group"
     page.media()
     page.pdf(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from requant.kernels import w4a16
 from requant.kernels.triton import decode
-from requant.kernels.w4a16_library import GROUPED_TILE_TOKENS, routing_ints
+from requant.kernels.w4a16_library import routing_ints, tile_tokens
 from requant.validate.decode_glue import Added, Chosen, PlainGlue
 from requant.validate.decode_model import Attention, Gate, Matrix, Router
 
@@ -79,15 +79,16 @@ class FusedGlue:
         weights = torch.empty((tokens, top_k), dtype=torch.float32, device=h.device)
         chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=h.device) if ids is None else ids
         slots = tokens * top_k
+        tile = tile_tokens(slots, experts)
         here = route and slots <= _ROUTED_HERE
         routing = torch.empty(routing_ints(slots, experts), dtype=torch.int32, device=h.device) if here else chosen
         rows = 1 if tokens * experts <= 2 * _PROGRAMS else 4
         decode.choose[(tokens, -(-experts // rows))](
             h, added.y, _or(added.bias, h), norm, router.weight, _or(router.bias, h), out, x, logits, chosen, weights,
-            routing, self._counters, width, eps, tokens, experts, min(slots, experts + slots // GROUPED_TILE_TOKENS),
+            routing, self._counters, width, eps, tokens, experts, min(slots, experts + slots // tile),
             BIAS=added.bias is not None, ROUTER_BIAS=router.bias is not None, NORMALIZE=router.normalize, ROUTE=here,
-            TOP_K=top_k, PLACES=_up(top_k), TOKENS=_up(tokens), EXPERTS=_up(experts), ROWS=rows, BLOCK=_up(width),
-            num_warps=8, **self._launch,
+            TOP_K=top_k, PLACES=_up(top_k), TOKENS=_up(tokens), EXPERTS=_up(experts), TILE=tile, ROWS=rows,
+            BLOCK=_up(width), num_warps=8, **self._launch,
         )  # fmt: skip
         made = w4a16.MoeRouting(routing, tokens, top_k, experts) if here else None
         return Chosen(out, x, chosen, weights, w4a16.route_experts(chosen, experts) if route and not here else made)

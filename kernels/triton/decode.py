@@ -33,8 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 __all__ = ["add_norm", "attend", "choose", "gate"]
 
 ROUTING_HEADER = tl.constexpr(4)
-TILE_TOKENS = tl.constexpr(16)
-"""kRoutingHeader, kGroupedTileTokens of csrc/w4a16.cu, whose route_kernel describes the list that `choose` writes."""
+"""kRoutingHeader; csrc/w4a16_routing.cuh describes the list that `choose` writes."""
 
 
 PIECE = tl.constexpr(4096)
@@ -117,15 +116,16 @@ def choose(
     h_ptr, y_ptr, bias_ptr, norm_ptr, router_ptr, router_bias_ptr, h_out_ptr, x_ptr, logits_ptr, ids_ptr, weights_ptr,
     routing_ptr, counter_ptr, width, eps, tokens, experts, max_tiles,
     BIAS: tl.constexpr, ROUTER_BIAS: tl.constexpr, NORMALIZE: tl.constexpr, ROUTE: tl.constexpr, TOP_K: tl.constexpr,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """After attention: h_out, its norm x, and each token's experts. Grid (tokens, experts / ROWS).
 
     Each program computes the norm again (the row is in the cache) and the logits of ROWS experts; the first of a token
     writes h_out and x, the last of all picks: the TOP_K largest logits of each token, the lower expert first where two
     are equal (the last expert where all are NaN), weighted by softmax over those, or over all without NORMALIZE. ROUTE:
-    also writes the routing of csrc/w4a16.cu. TOKENS, EXPERTS, PLACES: tokens, experts, TOP_K up to powers of two.
+    also writes the routing of csrc/w4a16_routing.cuh, TILE tokens a tile. TOKENS, EXPERTS, PLACES: tokens, experts,
+    TOP_K up to powers of two.
     """
     token, part = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -151,7 +151,7 @@ def choose(
     if _arrived_last(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
         _pick(
             logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE, ROUTE, TOP_K, PLACES,
-            TOKENS, EXPERTS,
+            TOKENS, EXPERTS, TILE,
         )  # fmt: skip
 
 
@@ -159,6 +159,7 @@ def choose(
 def _pick(
     logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE: tl.constexpr,
     ROUTE: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Logits [tokens, experts] -> ids and weights [tokens, TOP_K], and the routing."""
     token, expert, place = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :], tl.arange(0, PLACES)[None, :]
@@ -182,13 +183,13 @@ def _pick(
     tl.store(ids_ptr + token * TOP_K + place, ids, mask=live)
     tl.store(weights_ptr + token * TOP_K + place, weights / whole, mask=live)
     if ROUTE:
-        _route(routing_ptr, tl.where(live, ids, EXPERTS), tokens, max_tiles, TOP_K, PLACES, TOKENS, EXPERTS)
+        _route(routing_ptr, tl.where(live, ids, EXPERTS), tokens, max_tiles, TOP_K, PLACES, TOKENS, EXPERTS, TILE)
 
 
 @triton.jit
 def _route(
     routing_ptr, ids, tokens, max_tiles, TOP_K: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """ids [TOKENS, PLACES], EXPERTS where there is no slot -> the routing: slots by expert, stably, and their tiles."""
     COUNT: tl.constexpr = TOKENS * PLACES
@@ -200,15 +201,15 @@ def _route(
     earlier = same & (entry[None, :] < entry[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)
     position = rank + tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
-    first = live & (rank % TILE_TOKENS == 0)
+    first = live & (rank % TILE == 0)
     before = tl.where(first, position, COUNT)
     tile = tl.sum((before[None, :] < position[:, None]).to(tl.int32), 1)
-    count = tl.minimum(tl.sum(same.to(tl.int32), 1) - rank, TILE_TOKENS)
+    count = tl.minimum(tl.sum(same.to(tl.int32), 1) - rank, TILE)
     at = routing_ptr + ROUTING_HEADER + 4 * tile
     tl.store(at, key, mask=first)
     tl.store(at + 1, position, mask=first)
     tl.store(at + 2, count, mask=first)
-    tl.store(at + 3, 0, mask=first)
+    tl.store(at + 3, slot, mask=first)
     listed = routing_ptr + ROUTING_HEADER + 4 * max_tiles
     tl.store(listed + position, slot, mask=live)
     tl.store(listed + tokens * TOP_K + position, token, mask=live)

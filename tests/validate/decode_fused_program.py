@@ -9,6 +9,7 @@ import sys
 import torch
 from requant.kernels.formats import NumberFormat
 from requant.kernels.triton import bf16
+from requant.kernels.w4a16_library import tile_tokens
 from requant.validate.decode_fused import FusedGlue
 from requant.validate.decode_glue import Added, PlainGlue
 from requant.validate.decode_model import Attention, Gate, Matrix, Router
@@ -57,14 +58,15 @@ def norms():
 
 
 def routed(ids):
-    """The list that csrc/w4a16.cu describes; None where it says nothing."""
+    """The list that csrc/w4a16_routing.cuh describes; None where it says nothing."""
     slots, per_token = ids.numel(), ids.shape[1]
-    tiles = min(slots, EXPERTS + slots // 16)
+    most = tile_tokens(slots, EXPERTS)
+    tiles = min(slots, EXPERTS + slots // most)
     order = sorted(range(slots), key=lambda slot: int(ids.flatten()[slot]))
     found = []
     for expert in range(EXPERTS):
         mine = [at for at, slot in enumerate(order) if int(ids.flatten()[slot]) == expert]
-        found += [[expert, mine[i], min(16, len(mine) - i), 0] for i in range(0, len(mine), 16)]
+        found += [[expert, mine[i], min(most, len(mine) - i), order[mine[i]]] for i in range(0, len(mine), most)]
     listed = [number for tile in found for number in tile] + [None] * (4 * (tiles - len(found)))
     return [len(found), slots, None, None, *listed, *order, *(slot // per_token for slot in order)]
 

@@ -23,7 +23,7 @@ KINDS: Final = ("moe", "attention", "dense", "norm", "other")
 _STEPS: Final = 3
 _TENSOR, _CUDA = "tensor cores", "CUDA cores"
 _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
-    (r"w4a16_kernel<[^,]*, *0,|w4a16.*(?:grouped|moe)", "moe", _TENSOR),
+    (r"w4a16_stream_kernel|w4a16_kernel<[^,]*, *0,", "moe", _TENSOR),
     (r"w4a16", "dense", _TENSOR),
     (r"^grouped$|grouped_mm|GroupedGemm|grouped_gemm", "moe", _TENSOR),
     (r"route_kernel|^gate$", "moe", _CUDA),
@@ -32,7 +32,7 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
     (r"^vector$|gemv|splitK", "dense", _CUDA),
     (r"^add_norm$|^choose$", "norm", _CUDA),
 )
-"""(pattern, kind, unit), the first that matches: kernels/triton/{decode,bf16}.py, csrc/w4a16.cu, cuBLAS, CUTLASS."""
+"""(pattern, kind, unit), the first that matches: kernels/triton/{decode,bf16}.py, csrc/w4a16*.cuh, cuBLAS, CUTLASS."""
 
 
 @dataclass(frozen=True, slots=True)

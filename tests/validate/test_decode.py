@@ -127,6 +127,8 @@ def test_fp4_counts_as_stored_and_bf16_as_what_it_becomes():
             "dense",
             "tensor cores",
         ),
+        ("void requant::w4a16_stream_kernel<(requant::Format)0, 4, 12>", "moe", "tensor cores"),
+        ("void requant::w4a16_wgmma_kernel<(requant::Format)0, 16>", "dense", "tensor cores"),
         ("requant::(anonymous namespace)::route_kernel(int const*, int, int)", "moe", "CUDA cores"),
         ("attend", "attention", "tensor cores"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense", "tensor cores"),

@@ -70,7 +70,9 @@ class Destination:
         self._refuse(there, begun, force)
         if begun != self._plan:
             self._before = self._written_before()
-            self._store.put(BEGUN, json.dumps({"plan": self._plan, "before": self._before}).encode())
+            mine = [shard.file for shard in plan.shards]
+            begin = {"plan": self._plan, "shards": mine, "before": self._before}
+            self._store.put(BEGUN, json.dumps(begin).encode())
             write_records(partial / STORED_FILE, {})  # what is there is another plan's
         else:
             self._before = _names(self._store.text(BEGUN), "before")
@@ -105,10 +107,9 @@ class Destination:
 
     def _written_before(self) -> list[str]:
         """The objects that an earlier output there wrote, finished or not."""
-        names: list[str] = []
-        for raw, key in ((self._store.text(LOCK), "outputs"), (self._store.text(BEGUN), "before")):
-            names += _names(raw, key)
-        return sorted(set(names))
+        lock, begun = self._store.text(LOCK), self._store.text(BEGUN)
+        names = [*_names(lock, "outputs"), *_names(begun, "before"), *_names(begun, "shards")]
+        return sorted({*names, *LATE} if names else names)
 
     def finish(self, partial: Path, outputs: Sequence[str]) -> None:
         """All shards are there: send the rest, the lock last. IncompleteError if a shard is not as it was sent."""

@@ -162,6 +162,12 @@ def _activation_scales(
 
 
 def _same_folder(source: Source, target: Target) -> Iterator[tuple[str, str]]:
-    """Source and output spelled as the same folder (links and nesting are judged when the folders are opened)."""
-    if source.path is not None and os.path.normpath(source.path) == os.path.normpath(target.output):
+    """Source and output spelled as the same folder (links and nesting are judged when the folders are opened), or one
+    address in the other."""
+    if source.path is None:
+        return
+    if is_url(source.path) and is_url(target.output):
+        if f"{target.output}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.output}/"):
+            yield "target.output", "source and output lie in one another; the source is never written to"
+    elif os.path.normpath(source.path) == os.path.normpath(target.output):
         yield "target.output", "the output folder is the source folder; the source is never written to"

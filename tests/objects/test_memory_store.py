@@ -117,7 +117,11 @@ def test_an_unfinished_output_of_another_plan_is_refused(memory, kit, ordinary, 
     other = kit.manifest(ordinary[0], "other", target=TARGET, shard_size="1MB")
     assert kit.requant("run", other, "--quiet") == 3
     assert "begun with another plan" in capsys.readouterr().err
-    assert kit.requant("run", kit.manifest(ordinary[0], target=TARGET), "--quiet") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put", failing)
+        assert kit.requant("run", other, "--quiet", "--force") == 130
+    assert len([name for name in stored(memory) if name.endswith(".safetensors")]) == 3, "of both plans"
+    assert kit.requant("run", kit.manifest(ordinary[0], target=TARGET), "--quiet", "--force") == 0
     found = stored(memory)
     assert {name: sha for name, sha in found.items() if name.endswith(".safetensors")} == ordinary[1]
     assert ".requant/begun.json" not in found
@@ -233,3 +237,14 @@ def test_init_writes_a_manifest_for_an_address(memory, kit, ordinary, capsys):
     assert f'path: "{url}"\n' in text
     (kit.tmp / "made.yaml").write_text(text)
     assert kit.requant("plan", kit.tmp / "made.yaml") == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("s3://b/m", "s3://b/m"), ("s3://b/m", "s3://b/m/out"), ("s3://b/m/src", "s3://b/m/")]
+)
+def test_source_and_output_do_not_lie_in_one_another(kit, source, target):
+    from requant.manifests.load import load_manifest
+
+    with pytest.raises(ManifestError, match="source and output lie in one another"):
+        load_manifest(kit.manifest(source, target=target))
+    load_manifest(kit.manifest("s3://b/m", target="s3://b/m-nvfp4"))

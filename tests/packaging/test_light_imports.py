@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-HEAVY = ("torch", "transformers", "numba", "gguf", "tokenizers", "matplotlib", "huggingface_hub")
+HEAVY = (
+    *("torch", "transformers", "numba", "gguf", "tokenizers", "matplotlib", "huggingface_hub"),
+    *("fsspec", "s3fs", "botocore", "gcsfs", "ray"),
+)
 PROBE = """
 import sys
 from requant.convert.cli import main

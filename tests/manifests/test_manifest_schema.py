@@ -291,3 +291,28 @@ def test_the_hash_for_resuming_ignores_how_and_where_and_sees_what(tmp_path):
         assert load_manifest(path, [*extra, argument], environ={}).conversion_sha256 != plain.conversion_sha256, (
             argument
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"endpoint": "http://h:1", "native_fp4": True}, "of an endpoint no log is seen"),
+        ({"launch": "s {port}", "max_ttft_ms": (1.0, 2.0)}, "2 bounds for 3 concurrencies; give one, or one for each"),
+        ({"launch": "s {port}", "min_output_tokens_per_s": 0.0}, "greater than 0"),
+    ],
+)
+def test_bounds_of_a_server_that_could_never_hold_are_faults(fields, told):
+    from requant.manifests.gates import ServingGate
+
+    with pytest.raises(ValidationError, match=told):
+        ServingGate(**fields)
+    assert ServingGate(launch="s {port}", max_itl_ms=(1.0, 2.0, 3.0)).max_itl_ms == (1.0, 2.0, 3.0)
+    assert ServingGate(launch="s {port}", max_itl_ms=4.0).max_itl_ms == 4.0
+
+
+@pytest.mark.parametrize(("tasks", "told"), [((), "at least one task"), (("a", "a"), "stands here twice")])
+def test_tasks_are_named_once(tasks, told):
+    from requant.manifests.gates import LmEval
+
+    with pytest.raises(ValidationError, match=told):
+        LmEval(tasks=tasks, folder="evals")

@@ -17,6 +17,7 @@ from requant.convert.runrecord import measured_rate, run_text
 from requant.convert.scan import GroupForecast
 from requant.kernels.gpu_lane import PINNED_BYTES
 from requant.manifests.errors import UsageError
+from requant.manifests.urls import is_url
 
 __all__ = [
     "forecast_json",
@@ -93,7 +94,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "target": {
             "format": plan.target_format,
             "layout": plan.manifest.target.layout,
-            "output": str(plan.output),
+            "output": _output_of(plan),
             "shards": len(plan.shards),
             "tensors": len(plan.tensors),
             "bytes": plan.bytes_out,
@@ -125,6 +126,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _output_of(plan: Plan) -> str:
+    """Folder or address of the output."""
+    target = plan.manifest.target.output
+    return target if is_url(target) else str(plan.output)
+
+
 def plan_text(plan: Plan, seconds: float) -> str:
     """The plan as a page."""
     facts = plan_json(plan)
@@ -134,7 +141,7 @@ def plan_text(plan: Plan, seconds: float) -> str:
         f"  source  {plan.catalogue.root}",
         f"          {source['tensors']:,} tensors, {source['shards']} shards, {size_text(source['bytes'])}; "
         f"layout {plan.layout} ({plan.layout_reason})",
-        f"  output  {plan.output}",
+        f"  output  {_output_of(plan)}" + (f" by way of {plan.output}" if _output_of(plan) != str(plan.output) else ""),
         f"          {target['tensors']:,} tensors, {target['shards']} shards, {size_text(target['bytes'])}",
         "",
     ]
@@ -255,13 +262,13 @@ def forecast_text(forecasts: Sequence[GroupForecast], limit: int = 20) -> str:
 def result_json(plan: Plan, result: RunResult) -> dict[str, Any]:
     """What a run did."""
     summary = summarize(plan, result)
-    return {"output": str(result.output), "resumed_units": result.resumed, **summary, "run": result.record}
+    return {"output": _output_of(plan), "resumed_units": result.resumed, **summary, "run": result.record}
 
 
 def result_text(plan: Plan, result: RunResult) -> str:
     """What a run did, in a few lines."""
     facts = summarize(plan, result)
-    lines = [f"wrote {result.output}: {len(plan.shards)} shards, {size_text(plan.bytes_out)}"]
+    lines = [f"wrote {_output_of(plan)}: {len(plan.shards)} shards, {size_text(plan.bytes_out)}"]
     blocks = facts["exact"] + facts["shifted"] + facts["lossy"]
     if blocks:
         lines.append(
@@ -274,5 +281,8 @@ def result_text(plan: Plan, result: RunResult) -> str:
         lines.append(f"  {result.resumed} units had been done by an earlier run")
     if result.record.get("nodes"):
         lines.append(run_text(result.record))
-    lines.append(f"  next: requant validate {result.output}")
+    from requant.convert.uploads import read_freed
+
+    where = _output_of(plan) if read_freed(result.output) else result.output
+    lines.append(f"  next: requant validate {where}")
     return "\n".join(lines)

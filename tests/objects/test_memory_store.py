@@ -75,6 +75,19 @@ def test_to_a_store_every_file_arrives_and_the_lock_comes_last(memory, kit, ordi
     assert hollow is ("max_disk" in limits)
 
 
+def test_plan_and_run_name_the_address(memory, kit, ordinary, capsys):
+    manifest = kit.manifest(memory.put(ordinary[0]), target=TARGET)
+    capsys.readouterr()
+    assert kit.requant("plan", manifest) == 0
+    assert f"  output  {TARGET} by way of {kit.tmp / 'out'}\n" in capsys.readouterr().out
+    assert kit.requant("run", manifest, "--quiet") == 0
+    out = capsys.readouterr().out
+    assert f"wrote {TARGET}: 2 shards" in out
+    assert f"next: requant validate {kit.tmp / 'out'}\n" in out, "the shards are there, too"
+    assert kit.requant("validate", kit.tmp / "out", "--quiet") == 0
+    assert "requant.signoff.json" in stored(memory)
+
+
 def test_a_finished_output_is_not_written_over_without_force(memory, kit, ordinary, capsys):
     manifest = kit.manifest(ordinary[0], target=TARGET)
     assert kit.requant("convert", manifest, "--quiet") == 0

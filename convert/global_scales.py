@@ -27,6 +27,8 @@ _MOST: Final = 1 << 18
 """Weights. The sweep encodes a quarter of the sample 12 times and all of it twice: a third of the time that encoding
 the group takes, unless the group is tiny."""
 _STRETCHES: Final = 8
+_STRETCHES_TURNED: Final = 2
+"""Where the matrix lies [K, N], every stretch reads all K lines."""
 
 
 def shared_global_scale(unit: GroupUnit, group_amax: float, choice: ScaleChoice, files: Opened) -> np.float32:
@@ -57,7 +59,7 @@ def stretches(member: Member, wanted: int) -> Iterator[tuple[int, int]]:
     grain = math.lcm(8, weight.rows // weight.more.rotary if weight.more.rotary else 1)  # words of 8 rows; whole heads
     if per % grain:
         grain = 1
-    count = min(-(-wanted // grain), _STRETCHES)
+    count = min(-(-wanted // grain), _STRETCHES_TURNED if weight.more.turned else _STRETCHES)
     size = min(-(-wanted // (count * grain)) * grain, per)
     for number in range(count):
         first = (rows - size) * number // max(count - 1, 1) // grain * grain

@@ -20,11 +20,12 @@ from requant.kernels.cpu_dequant import dequantize_fp8_block
 from requant.kernels.empty_model import ModelUnavailableError, empty_model, meta_parameters, tie_head
 from requant.kernels.formats import NumberFormat, PackedTensor
 from requant.validate.collector import Collector
+from requant.validate.decoders import decoded_of
 from requant.validate.fp4_gpu import Fp32Head
 from requant.validate.fp4_modules import Expert, Matrix, Nvfp4Experts, Nvfp4Linear, Packed
 from requant.validate.modules import Kind, Module, modules_of
 from requant.validate.numerics_read import MappedReader
-from requant.validate.opened import OpenedFolder, Tensor, as_object, open_folder
+from requant.validate.opened import OpenedFolder, Tensor, open_folder
 from requant.validate.pairing import UnreadableError, weight_of
 from torch import nn
 
@@ -237,28 +238,21 @@ class _Loader:
         if scales is None or len(tensor.shape) != 2:
             raise ModelUnavailableError(f"{tensor.name} is FP8 and has no scales that could be read")
         self._used.add(scales.name)
+        decoded = decoded_of(module, self._folder.config)
+        if isinstance(decoded, str):
+            raise ModelUnavailableError(f"{tensor.name} {decoded}")
+        if module.input_scale is not None:
+            self._used.add(module.input_scale.name)
         grid = cast("torch.Tensor", self._reader.tensor(scales))
         table = grid.view(torch.uint8) if scales.dtype in ("F8_E8M0", "U8") else grid.to(torch.float32)
-        rows, k = tensor.shape
-        table = table.reshape(-1, 1) if table.dim() < 2 else table
+        (rows, k), (high, wide) = tensor.shape, decoded.block
+        table = table.reshape(-(-rows // high), -(-k // wide))
         out = np.empty((rows, k), dtype=np.float32)
-        block = self._fp8_block(table.shape, rows, k)
-        dequantize_fp8_block(raw.view(torch.uint8).numpy(), table.contiguous().numpy(), block, out)
+        dequantize_fp8_block(raw.view(torch.uint8).numpy(), table.contiguous().numpy(), decoded.block, out)
         return self._placed(torch.as_tensor(out))
 
     def _placed(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._device == "cpu" else values.to(self._device, torch.bfloat16)
-
-    def _fp8_block(self, table: tuple[int, ...], rows: int, k: int) -> tuple[int, int]:
-        """Rows and columns that share a scale: per tensor, per channel, or the config's weight_block_size."""
-        if table[1] == 1 and table[0] in (1, rows):
-            return rows // table[0], k
-        quantization = as_object((self._folder.config or {}).get("quantization_config")) or {}
-        size = quantization.get("weight_block_size")
-        if isinstance(size, list) and len(cast("list[int]", size)) == 2:
-            high, wide = cast("list[int]", size)
-            return high, wide
-        raise ModelUnavailableError("FP8 weights in blocks, and the config has no weight_block_size")
 
     def _find(self, parameter: str) -> Tensor | None:
         for name in _aliases(parameter):

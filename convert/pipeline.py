@@ -201,12 +201,15 @@ def fetch_source(job: Job) -> Job:
     """The job with its source in a cache on this machine, as planned. SourceError if it is not what was planned."""
     if job.remote is None:
         return job
-    catalogue = job.plan.catalogue
-    wanted = [*(shard.file for shard in catalogue.shards), *catalogue.sidecars]
-    wanted += [name for name in job.remote.files if name.endswith(".json") and "/" not in name]
-    fetched = open_checkpoint(job.remote.fetch(wanted))
-    refuse_changed(catalogue, fetched, job.remote.name)
+    fetched = open_checkpoint(job.remote.fetch(_read_files(job.plan, job.remote)))
+    refuse_changed(job.plan.catalogue, fetched, job.remote.name)
     return replace(job, plan=replace(job.plan, catalogue=fetched))
+
+
+def _read_files(plan: Plan, remote: Remote) -> list[str]:
+    """The files of a remote source that a conversion reads; what else lies there may change as it likes."""
+    named = [*(shard.file for shard in plan.catalogue.shards), *plan.catalogue.sidecars]
+    return [*named, *(name for name in remote.files if name.endswith(".json") and "/" not in name)]
 
 
 def _refuse_hollow(output: Path, uploader: Uploader | None, force: bool) -> None:
@@ -333,10 +336,12 @@ def _run_job(
             destination.begin(job.plan, folder, force)
 
     def finish(folder: Path, result: RunResult) -> None:
-        if streamed and job.remote is not None and (changed := job.remote.changed()):
-            from requant.convert.object_remote import changed_fault
+        if streamed and job.remote is not None:
+            changed = job.remote.only(_read_files(job.plan, job.remote)).changed()
+            if changed:
+                from requant.convert.object_remote import changed_fault
 
-            raise changed_fault(job.remote, changed)
+                raise changed_fault(job.remote, changed)
         if uploader is not None:
             uploader.finish(folder)
         metadata = metadata_files(job.plan)

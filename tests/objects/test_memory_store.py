@@ -184,6 +184,22 @@ def test_a_source_that_changes_on_the_way_is_one_error_and_counts_for_nothing(
     assert kit.shas(kit.tmp / "out") == ordinary[1]
 
 
+def test_what_a_conversion_does_not_read_may_change(memory, kit, ordinary, monkeypatch):
+    from requant.convert.objects import Store
+
+    url = memory.put(ordinary[0])
+    memory.fs.pipe_file("/bucket/model/old.bin", b"a pickle of old")
+    real = Store.read
+
+    def changing(self, file, begin, end, write):
+        real(self, file, begin, end, write)
+        memory.fs.pipe_file("/bucket/model/old.bin", b"another")
+
+    monkeypatch.setattr(Store, "read", changing)
+    assert kit.requant("run", kit.manifest(url, stream=True), "--quiet") == 0
+    assert kit.shas(kit.tmp / "out") == ordinary[1]
+
+
 def test_a_name_that_leads_out_is_refused(memory, kit, ordinary, capsys, monkeypatch):
     from requant.convert import objects
 

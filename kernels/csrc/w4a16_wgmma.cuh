@@ -22,8 +22,8 @@
 //
 // Block scales meet the codes in BF16, exactly (E2M1 has 2 significant bits, E4M3 4, BF16 8). E4M3 bits moved to BF16's
 // places read as scale * 2^-120, subnormals included, and two multiplications lift them to scale * 2^110 while codes
-// stand at value * 2^-126. A NaN or a negative scale (E4M3), 0 or NaN (E8M0) do not survive that move; a warp that sees one
-// in its stage takes the conversion instruction instead.
+// stand at value * 2^-126. NaN and negative scales do not survive that move; a warp that sees one takes the conversion
+// instruction instead. E8M0 is a shift, with its two exceptions put right.
 #pragma once
 #include "w4a16_wgmma_fetch.cuh"
 #include "w4a16_wgmma_tile.cuh"

@@ -47,6 +47,8 @@ LOCATIONS: Final = (
     ("activations", "calibrate", "text"),
     ("validate", "model", "text"),
     ("validate", "model", "prompts"),
+    ("validate", "model", "lm_eval", "folder"),
+    ("validate", "serving", "prompts"),
 )
 """Every key of a manifest whose value is a place on this machine (a test compares this with the schema)."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -P leaves it out
-import w4a16_sweep as sweep  # noqa: E402
+import w4a16_sweep as sweep
 
 SHAPES = [(64, 512), (48, 2048), (100, 2880), (130, 4096), (33, 2944), (200, 8192), (24, 320), (40, 640), (71, 1984)]
 SHAPES += [(256, 1152), (16, 64), (520, 1024)]

@@ -8,12 +8,10 @@ decode to the same length. That is enough to measure a step and a prefill, and n
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
 
 import torch
 from requant.validate.decode_glue import Glue, PlainGlue
@@ -22,8 +20,6 @@ from requant.validate.decode_products import Products
 from requant.validate.decode_step import Cache, State, prefill, step
 
 __all__ = ["Engine", "Wave", "make_glue"]
-
-_TRIED_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +68,7 @@ class Engine:
         return self.decoder.embedding.is_cuda
 
     def capture(self) -> None:
-        """Record a step as a CUDA graph (nothing on a CPU): with weights asked into the cache ahead of time or without,
-        whichever is faster here. Streams start anew afterwards."""
+        """Record a step as a CUDA graph (nothing on a CPU). Streams start anew afterwards."""
         if not self.on_gpu:
             return
         side = torch.cuda.Stream()
@@ -86,17 +81,11 @@ class Engine:
             self._eager()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        count = min(_TRIED_STEPS, self.capacity - 1)
-        found: list[tuple[float, int, torch.cuda.CUDAGraph]] = []
-        for cache_bytes in dict.fromkeys((self.glue.cache_bytes, 0)):
-            self.glue.cache_bytes = cache_bytes
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(self._graph):
-                self._eager()
-            self.state.positions.fill_(self.capacity - 1 - count)
-            found.append((statistics.median(self._timed_steps(count)), cache_bytes, self._graph))
-        _, self.glue.cache_bytes, self._graph = min(found, key=lambda entry: entry[0])
         self.state.positions.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            self._eager()
+        self._graph = graph
 
     def step(self, *, eager: bool = False) -> None:
         """One token more for every stream."""

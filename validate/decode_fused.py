@@ -14,7 +14,7 @@ from requant.kernels import w4a16
 from requant.kernels.triton import decode
 from requant.kernels.w4a16_library import routing_ints, tile_tokens
 from requant.validate.decode_glue import Added, Chosen, PlainGlue
-from requant.validate.decode_model import Attention, Gate, Matrix, Router
+from requant.validate.decode_model import Attention, Gate, Router
 
 __all__ = ["FusedGlue"]
 
@@ -24,7 +24,6 @@ _KEYS: Final = 64
 """Keys of the cache that one pass of the attention loop takes."""
 _KEYS_OF_A_PART: Final = 128
 _GATE_BLOCK: Final = 256
-_THREADS: Final = 128
 _ROUTED_HERE: Final = 128
 """Slots that `choose` sorts by itself, each against each; beyond, route_experts does."""
 _PICKED_HERE: Final = 512
@@ -39,8 +38,6 @@ class FusedGlue:
 
     def __init__(self, *, pdl: bool, device: str = "cuda") -> None:
         self._counters = torch.zeros(1 + _COUNTERS, dtype=torch.int32, device=device)
-        self._pdl = pdl
-        self.cache_bytes = int(torch.cuda.get_device_properties(0).L2_cache_size) if pdl else 0
         self._launch = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
 
     def add_norm(
@@ -99,16 +96,14 @@ class FusedGlue:
         gate: Gate,
         ids: torch.Tensor | None,
         bias: torch.Tensor | None,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
         """See Glue."""
-        coming, pieces = self._ahead(ahead, both)
         width = both.shape[-1] // 2
         out = torch.empty((*both.shape[:-1], width), dtype=both.dtype, device=both.device)
         decode.gate[(out.numel() // width, -(-width // _GATE_BLOCK))](
-            both, _or(ids, both), _or(bias, both), out, coming, width, gate.limit or 0.0, gate.alpha, pieces,
-            BIAS=bias is not None, INTERLEAVED=gate.interleaved, CLAMPED=gate.limit is not None, AHEAD=pieces > 0,
-            BLOCK=_GATE_BLOCK, THREADS=_THREADS, num_warps=_THREADS // 32, **self._launch,
+            both, _or(ids, both), _or(bias, both), out, width, gate.limit or 0.0, gate.alpha,
+            BIAS=bias is not None, INTERLEAVED=gate.interleaved, CLAMPED=gate.limit is not None,
+            BLOCK=_GATE_BLOCK, num_warps=4, **self._launch,
         )  # fmt: skip
         return out
 
@@ -120,10 +115,8 @@ class FusedGlue:
         positions: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
         """See Glue."""
-        coming, pieces = self._ahead(ahead, qkv)
         a, tokens = attention, qkv.shape[0]
         capacity = cache[0].shape[2]
         longest = capacity if not a.window else min(capacity, a.window)
@@ -135,22 +128,13 @@ class FusedGlue:
             raise ValueError(f"{tokens} streams of {a.kv_heads} KV heads: at most {_COUNTERS} together")
         decode.attend[(tokens * a.kv_heads, splits)](
             qkv, _or(a.qkv_bias, qkv), _or(a.q_norm, qkv), _or(a.k_norm, qkv), _or(a.sinks, qkv), *tables, positions,
-            *cache, part, state, out, self._counters[1:], coming, a.scale, eps, capacity, a.window, pieces,
+            *cache, part, state, out, self._counters[1:], a.scale, eps, capacity, a.window,
             HEADS=a.heads, KV_HEADS=a.kv_heads, HALF=a.head_dim // 2, GROUP=max(_DOT, _up(a.heads // a.kv_heads)),
             SPLITS=splits, BIAS=a.qkv_bias is not None, QK_NORM=a.q_norm is not None, SINKS=a.sinks is not None,
             BLOCK=_KEYS,
-            AHEAD=pieces > 0, THREADS=_THREADS, num_warps=_THREADS // 32, **self._launch,
+            num_warps=4, **self._launch,
         )  # fmt: skip
         return out
-
-    def _ahead(self, matrix: Matrix | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The bytes to ask for ahead of time, and how many pieces of them."""
-        if matrix is None or not self._pdl:
-            return stand_in, 0
-        values = matrix.packed.codes if matrix.packed is not None else matrix.plain
-        assert values is not None
-        coming = values.view(torch.uint8)
-        return coming, coming.numel() // decode.PIECE.value
 
 
 def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from requant.kernels import w4a16
-from requant.validate.decode_model import Attention, Gate, Matrix, Router
+from requant.validate.decode_model import Attention, Gate, Router
 
 __all__ = ["Added", "Chosen", "Glue", "PlainGlue", "rotated", "split_heads"]
 
@@ -42,10 +42,7 @@ class Chosen:
 
 
 class Glue(Protocol):
-    """The steps between products, for T tokens (one of each stream). cache_bytes: of the cache into which weights can
-    be asked ahead of time, 0 without."""
-
-    cache_bytes: int
+    """The steps between products, for T tokens (one of each stream)."""
 
     def add_norm(
         self, h: torch.Tensor, added: Added | None, norm: torch.Tensor, eps: float
@@ -73,9 +70,8 @@ class Glue(Protocol):
         gate: Gate,
         ids: torch.Tensor | None,
         bias: torch.Tensor | None,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
-        """both [T, J, 2 I] -> [T, J, I]. ahead: the dense weight that is multiplied by after the next product."""
+        """both [T, J, 2 I] -> [T, J, I]."""
         ...
 
     def attend(
@@ -86,18 +82,14 @@ class Glue(Protocol):
         positions: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
         """One new token of each stream: qkv [T, (H + 2 KV) D] -> [T, H D]. Keys and values of the token are written at
-        its position in the cache ([T, KV, capacity, D] each); earlier positions are read. ahead: the dense weight that
-        is multiplied by next."""
+        its position in the cache ([T, KV, capacity, D] each); earlier positions are read."""
         ...
 
 
 class PlainGlue:
     """The reference."""
-
-    cache_bytes = 0
 
     def add_norm(
         self, h: torch.Tensor, added: Added | None, norm: torch.Tensor, eps: float
@@ -140,10 +132,8 @@ class PlainGlue:
         gate: Gate,
         ids: torch.Tensor | None,
         bias: torch.Tensor | None,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
         """See Glue."""
-        del ahead
         both32 = both.float()
         if bias is not None:
             both32 = both32 + (bias if ids is None else bias[ids.long()]).float()
@@ -165,10 +155,8 @@ class PlainGlue:
         positions: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        ahead: Matrix | None = None,
     ) -> torch.Tensor:
         """See Glue."""
-        del ahead
         at = positions.long()
         q, k, v = split_heads(qkv, attention, eps)
         cos, sin = tables[0][at][:, None], tables[1][at][:, None]

@@ -171,7 +171,6 @@ class _Bench:
         middle = gate.prompt_tokens + gate.output_tokens // 2
         moved = step_bytes(decoder, batch, statistics.mean(touched), middle)
         point |= {"bytes": moved, "experts_touched": round(statistics.mean(touched), 2), "first_tokens": tokens[1][0]}
-        point["ahead"] = engine.glue.cache_bytes > 0
         if self._read is not None:
             floor = moved / self._read / 1e3
             point |= {"roofline_us": round(floor, 1), "of_roofline": round(floor / _float(point, "step_us_median"), 4)}

@@ -15,13 +15,11 @@ from typing import Final
 
 import torch
 from requant.validate.decode_glue import Added, Glue, attention_of, rotated, split_heads
-from requant.validate.decode_model import Attention, Decoder, Layer, Matrix, Moe
+from requant.validate.decode_model import Attention, Decoder, Layer, Moe
 from requant.validate.decode_products import Products
 
 __all__ = ["Cache", "State", "prefill", "step"]
 
-_CACHE_SHARE: Final = 0.9
-"""Part of the L2 cache that the weights asked ahead of time, and those that pass before they are used, may take."""
 _QUERIES: Final = 256
 """Queries of a prefill whose attention is computed at a time: bounds the logits' memory."""
 
@@ -69,16 +67,14 @@ def step(decoder: Decoder, cache: Cache, state: State, glue: Glue, products: Pro
     h = decoder.embedding.index_select(0, state.tokens).float()
     added: Added | None = None
     routed = iter(state.routed)
-    following = [*(layer.attention.qkv for layer in decoder.layers[1:]), None]
-    for layer, kept, coming in zip(decoder.layers, cache.layers, following, strict=True):
+    for layer, kept in zip(decoder.layers, cache.layers, strict=True):
         a = layer.attention
         h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
         qkv = products.dense(x, a.qkv)
-        soon = a.out if a.out.nbytes < glue.cache_bytes else None
-        heads = glue.attend(qkv, a, kept, state.positions, (decoder.cos, decoder.sin), decoder.eps, soon)
+        heads = glue.attend(qkv, a, kept, state.positions, (decoder.cos, decoder.sin), decoder.eps)
         added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
         ids = next(routed) if isinstance(layer.mlp, Moe) else None
-        h, added = _mlp(layer, h, added, ids, decoder.eps, glue, products, coming)
+        h, added = _mlp(layer, h, added, ids, decoder.eps, glue, products)
     _, x = glue.add_norm(h, added, decoder.norm, decoder.eps)
     logits = products.dense(x, decoder.head)
     state.tokens.copy_(logits.argmax(-1))
@@ -97,7 +93,7 @@ def prefill(
         h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
         heads = _attend_all(products.dense(x, a.qkv), a, kept, stream, decoder)
         added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
-        h, added = _mlp(layer, h, added, None, decoder.eps, glue, products, None)
+        h, added = _mlp(layer, h, added, None, decoder.eps, glue, products)
     _, x = glue.add_norm(h[-1:], _last(added), decoder.norm, decoder.eps)
     return products.dense(x, decoder.head)[0]
 
@@ -110,24 +106,18 @@ def _mlp(
     eps: float,
     glue: Glue,
     products: Products,
-    coming: Matrix | None,
 ) -> tuple[torch.Tensor, Added]:
-    """The MLP or the experts: the residual stream, and what is to be added to it. coming: the next layer's QKV, asked
-    for while `down` runs, if both fit into the cache."""
+    """The MLP or the experts: the residual stream, and what is to be added to it."""
     mlp = layer.mlp
-    passing = float(mlp.down.nbytes)
-    if isinstance(mlp, Moe):
-        passing *= min(1.0, len(h) * mlp.router.top_k / mlp.down.experts)
-    soon = coming if coming is not None and passing + coming.nbytes < _CACHE_SHARE * glue.cache_bytes else None
     if not isinstance(mlp, Moe):
         h, x = glue.add_norm(h, added, layer.mlp_norm, eps)
         both = products.dense(x, mlp.gate_up)[:, None]
-        inner = glue.gate(both, mlp.gate, None, None, soon)[:, 0]
+        inner = glue.gate(both, mlp.gate, None, None)[:, 0]
         return h, Added(products.dense(inner, mlp.down)[:, None])
     route = mlp.gate_up.packed is not None or mlp.down.packed is not None
     chosen = glue.choose(h, added, layer.mlp_norm, eps, mlp.router, ids, route=route)
     both = products.grouped(chosen.x, mlp.gate_up, chosen.ids, chosen.routing)
-    inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias, soon)
+    inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias)
     y = products.grouped(inner, mlp.down, chosen.ids, chosen.routing)
     return chosen.h, Added(y, chosen.weights, chosen.ids, mlp.down_bias)
 

@@ -13,9 +13,6 @@ are FP32 in a fixed order; inputs and outputs are BF16 (or FP32, as the tensors 
 `choose` and `attend` spread their work over many programs and finish it in the last of them to arrive, which a counter
 tells (and sets back to zero): the order of arrival decides who adds up, never in which order.
 
-`AHEAD`: the weight of the product after the next kernel is asked into the L2 cache while that one, which leaves most of
-the bandwidth unused, still runs: `attend` asks for the output projection, `gate` for the next layer's QKV.
-
 `PDL`: programmatic dependent launch (SM90 and later): a kernel may take its place while the one before it still runs,
 and waits before it reads what that one wrote. Every kernel here waits before its first such read.
 """
@@ -34,25 +31,6 @@ __all__ = ["add_norm", "attend", "choose", "gate"]
 
 ROUTING_HEADER = tl.constexpr(4)
 """kRoutingHeader; csrc/w4a16_routing.cuh describes the list that `choose` writes."""
-
-
-PIECE = tl.constexpr(4096)
-"""Bytes that one thread asks for at a time."""
-
-
-@triton.jit
-def _fetch_ahead(ptr, pieces, program, programs, THREADS: tl.constexpr):
-    """Ask for `pieces` pieces from ptr into the L2 cache, each program for its share (SM90 and later)."""
-    for start in range(program * THREADS, pieces, programs * THREADS):
-        piece = start + tl.arange(0, THREADS)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [(ptr + piece.to(tl.int64) * PIECE).to(tl.int64), (piece < pieces).to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -233,21 +211,14 @@ def _gate_up(row_ptr, width, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate(
-    both_ptr, ids_ptr, bias_ptr, out_ptr, ahead_ptr, width, limit, alpha, pieces,
-    BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    both_ptr, ids_ptr, bias_ptr, out_ptr, width, limit, alpha,
+    BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """act(gate) * up of rows [2 * width] -> [width]. CLAMPED: gpt-oss's form. Grid (slots, width / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    if PDL:
-        gdc_launch_dependents()
-    if AHEAD:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        _fetch_ahead(ahead_ptr, pieces, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), programs, THREADS)
-    if PDL:
-        gdc_wait()
+    _enter(PDL)
     gated, up = _gate_up(both_ptr + row * 2 * width, width, INTERLEAVED, BLOCK)
     if BIAS:
         expert = tl.load(ids_ptr + row).to(tl.int64)
@@ -273,10 +244,9 @@ def _halves(ptr, row, lane, HALF: tl.constexpr, live):
 @triton.jit
 def attend(
     qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, sinks_ptr, cos_ptr, sin_ptr, position_ptr, k_cache_ptr, v_cache_ptr,
-    part_ptr, state_ptr, out_ptr, counter_ptr, ahead_ptr, scale, eps, capacity, window, pieces,
+    part_ptr, state_ptr, out_ptr, counter_ptr, scale, eps, capacity, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    BIAS: tl.constexpr, QK_NORM: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, QK_NORM: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's query heads of one KV head over one part of its cache. Grid (tokens * KV_HEADS, SPLITS).
 
@@ -297,9 +267,6 @@ def attend(
     member = tl.arange(0, GROUP)
     if PDL:
         gdc_launch_dependents()
-    if AHEAD:
-        programs = tl.num_programs(0) * SPLITS
-        _fetch_ahead(ahead_ptr, pieces, tl.program_id(0) * SPLITS + split, programs, THREADS)
     position = tl.load(position_ptr + token)
     first = tl.maximum(0, position - window + 1) if window > 0 else 0
     each = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK

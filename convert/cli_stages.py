@@ -84,7 +84,7 @@ class Via(StrEnum):
 
 
 class ByteBar:
-    """A tqdm bar on stderr over bytes, or over tokens where its label ends so.
+    """A tqdm bar on stderr over bytes, or over what stands behind the comma of its label ("kernels, matrices").
 
     Silent when asked or when stderr is no terminal and the log is elsewhere.
     """
@@ -96,11 +96,12 @@ class ByteBar:
     def __enter__(self) -> Callable[[int], None]:
         from tqdm import tqdm
 
+        name, _, counted = self._label.partition(", ")
         self._tqdm = tqdm(
             total=self._total,
-            desc=self._label,
-            unit="tokens" if self._label.endswith("tokens") else "B",
-            unit_scale=True,
+            desc=name,
+            unit=f" {counted}" if counted else "B",
+            unit_scale=counted in ("", "tokens"),
             file=sys.stderr,
             disable=self._quiet,
             mininterval=0.2,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 from requant.kernels import w4a16_configs as configs
 from requant.kernels import w4a16_library as lib
 from requant.kernels.formats import NumberFormat
+from requant.kernels.w4a16_routing import sort_slots
 from requant.kernels.w4a16_wgmma_configs import WgmmaConfig
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MoeRouting", "availability", "route_experts", "w4a16_matmul", "w4a16_moe"]
+__all__ = ["MoeRouting", "availability", "route_experts", "uses_triton", "w4a16_matmul", "w4a16_moe"]
 
 
 class _Properties(Protocol):
@@ -118,7 +119,7 @@ def w4a16_matmul(
         _check_out(out, (m, n), codes)
     if m == 0 or n == 0:
         return out
-    if _use_triton(path):
+    if uses_triton(path):
         from requant.kernels.triton.w4a16 import matmul
 
         return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
@@ -156,14 +157,16 @@ def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False, path
             raise ValueError(
                 f"expert_ids[{token}, {slot}] is {int(expert_ids[token, slot])}: experts run from 0 to {experts - 1}"
             )
-    if _use_triton(path):
+    if uses_triton(path):
         from requant.kernels.triton.w4a16 import route
 
         return MoeRouting(route(expert_ids, experts), tokens, per_token, experts, triton=True)
     size = lib.routing_ints(expert_ids.numel(), experts)
     data = torch.empty(size, dtype=torch.int32, device=expert_ids.device)
     if expert_ids.numel():
-        library, _, _ = _device(expert_ids)
+        library, capability, _ = _device(expert_ids)
+        if lib.routing_shared_bytes(expert_ids.numel(), experts) > configs.shared_limit(capability):
+            return MoeRouting(sort_slots(expert_ids, experts), tokens, per_token, experts)
         stream = torch.cuda.current_stream(expert_ids.device).cuda_stream
         lib.route(library, expert_ids.data_ptr(), expert_ids.numel(), per_token, experts, data.data_ptr(), stream)
     return MoeRouting(data, tokens, per_token, experts)
@@ -228,7 +231,7 @@ def w4a16_moe(
         _check_out(out, (tokens, topk, n), codes)
     if routing.slots == 0 or n == 0:
         return out
-    if _use_triton(path) is not routing.triton:
+    if uses_triton(path) is not routing.triton:
         raise ValueError("the routing was made for another path: give route_experts the same `path`")
     if routing.triton:
         from requant.kernels.triton.w4a16 import moe
@@ -309,7 +312,8 @@ def _processors(device: int) -> int:
     return properties.multi_processor_count
 
 
-def _use_triton(path: Path) -> bool:
+def uses_triton(path: Path = "auto") -> bool:
+    """Whether a call with this `path` is Triton's, here: routings of the two are not the same."""
     if path not in ("auto", "cuda", "triton"):
         raise ValueError(f"path is {path!r}: it must be 'auto', 'cuda' or 'triton'")
     return path == "triton" or (path == "auto" and lib.find_nvcc() is None and lib.given_library() is None)

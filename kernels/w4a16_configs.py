@@ -166,7 +166,8 @@ def choose_grouped(
     limits are those of a sweep on an H200.
     """
     at, tiles = alignment(fmt, k), slots * row_groups(n, TILE_ROWS)
-    whole_pieces = at == SCALE16 or (at != GENERAL and n * (k // fmt.group) % 16 == 0)
+    # Its 16-byte pieces reach past the end of a row of block scales; below 512 k also past the tensor's, if N % 32 > 0.
+    whole_pieces = at == SCALE16 or (at != GENERAL and k >= 512 and n * (k // fmt.group) % 16 == 0)
     if capability >= (9, 0) and slots <= 2 * experts and whole_pieces and tiles >= 16 * processors:
         stream = SHORT_STREAM if at == SCALE16 and tiles < 128 * processors else LONG_STREAM
         for config in (replace(stream, blocks=processors), replace(LONG_STREAM, blocks=processors)):

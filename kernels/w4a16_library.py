@@ -32,6 +32,7 @@ __all__ = [
     "load",
     "route",
     "routing_ints",
+    "routing_shared_bytes",
 ]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
@@ -207,6 +208,11 @@ def tile_tokens(slots: int, experts: int) -> int:
 def routing_ints(slots: int, experts: int) -> int:
     """Size in int32 of the buffer that `route` fills."""
     return ROUTING_HEADER + 4 * min(slots, experts + slots // tile_tokens(slots, experts)) + 2 * slots
+
+
+def routing_shared_bytes(slots: int, experts: int) -> int:
+    """Shared memory of the one block that sorts the slots: requant_w4a16_route of csrc/w4a16.cu."""
+    return 4 * (-(-slots // 4) * 4 + 2 * (-(-(experts + 1) // 4) * 4))
 
 
 def route(

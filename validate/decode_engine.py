@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from requant.kernels import w4a16
 from requant.validate.decode_glue import Glue, PlainGlue
 from requant.validate.decode_model import Decoder
 from requant.validate.decode_products import Products
@@ -40,7 +41,7 @@ def make_glue(decoder: Decoder, *, pdl: bool | None = None) -> Glue:
         return PlainGlue()
     from requant.validate.decode_fused import FusedGlue
 
-    return FusedGlue(pdl=_can_overlap() if pdl is None else pdl)
+    return FusedGlue(pdl=_can_overlap() if pdl is None else pdl, routes=not w4a16.uses_triton())
 
 
 def _can_overlap() -> bool:

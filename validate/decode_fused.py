@@ -34,9 +34,11 @@ _PROGRAMS: Final = 256
 
 
 class FusedGlue:
-    """For a GPU. pdl: programmatic dependent launch (SM90 and later; not under Triton's interpreter)."""
+    """For a GPU. pdl: programmatic dependent launch (SM90 and later; not under Triton's interpreter). routes: whether
+    `choose` may sort slots, which it does for the CUDA kernel and not for Triton's (w4a16.uses_triton)."""
 
-    def __init__(self, *, pdl: bool, device: str = "cuda") -> None:
+    def __init__(self, *, pdl: bool, device: str = "cuda", routes: bool = True) -> None:
+        self._routes = routes
         self._counters = torch.zeros(1 + _COUNTERS, dtype=torch.int32, device=device)
         self._launch = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
 
@@ -77,7 +79,7 @@ class FusedGlue:
         chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=h.device) if ids is None else ids
         slots = tokens * top_k
         tile = tile_tokens(slots, experts)
-        here = route and slots <= _ROUTED_HERE
+        here = route and self._routes and slots <= _ROUTED_HERE
         routing = torch.empty(routing_ints(slots, experts), dtype=torch.int32, device=h.device) if here else chosen
         rows = 1 if tokens * experts <= 2 * _PROGRAMS else 4
         decode.choose[(tokens, -(-experts // rows))](

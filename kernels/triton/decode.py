@@ -1,4 +1,4 @@
-"""The small kernels of one decode step, fused so that a layer is about a dozen launches: Triton, few tokens, any GPU.
+"""The small kernels of one decode step, fused so that a layer is eight launches: Triton, few tokens, any GPU.
 
 | kernel        | what it joins                                                                        |
 |---------------|--------------------------------------------------------------------------------------|

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -115,11 +116,29 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
         for slots in (1, 6, 128, 5000):
             c = configs.choose_grouped(fmt, slots, n, k, experts=128, capability=capability)
             assert c.cluster == 1
-            if c.stream:  # it takes eight tokens of an expert at a time, and needs rows of scales that start at words
+            if c.stream:  # it takes four tokens of an expert at a time, and needs rows of scales that start at words
                 assert capability >= (9, 0) and slots <= 256 and k % 64 == 0
                 assert configs.stream_shared_bytes(fmt, k, c) <= limit
             else:
                 assert configs.shared_bytes(fmt, k, configs.GROUPED_WIDTH, c, grouped=True) <= limit
+
+
+@pytest.mark.parametrize("fmt", [NumberFormat.NVFP4, NumberFormat.MXFP4])
+def test_a_stream_never_reads_block_scales_past_the_last_expert(fmt):
+    """Its copies take whole 16-byte pieces around four stages' bytes of a row; only the last tile's are clamped."""
+    wanted, streams = configs.SCALE_STAGES * configs.STAGE_K // fmt.group, 0
+    for k in range(fmt.group * 4, 2048, fmt.group * 4):
+        pitch, box = k // fmt.group, (-(-k // configs.STAGE_K) - 1) // configs.SCALE_STAGES * wanted
+        for n in range(1, 97):
+            c = configs.choose_grouped(fmt, 4096, n, k, experts=4096)
+            if not c.stream or configs.alignment(fmt, k) == configs.SCALE16:
+                continue  # boxes of the copy engine end where the tensor ends
+            streams, rows = streams + 1, 16 * c.row_tiles
+            end = ((rows - 1) * pitch & ~15) + box + wanted + 16  # of the copies, from the tile's first row on
+            for experts, first in product(range(1, 36), range(0, n, rows)):  # from this one to the last, the tile in it
+                behind = experts * n - first
+                assert behind <= rows or end <= behind * pitch, (n, k, experts, first)
+    assert streams > 200
 
 
 def test_alignment_follows_from_k_as_the_kernel_reads_it():

@@ -7,6 +7,7 @@ Prints name and largest error of each, as a part of the largest number.
 import sys
 
 import torch
+from requant.kernels import w4a16
 from requant.kernels.formats import NumberFormat
 from requant.kernels.triton import bf16
 from requant.kernels.w4a16_library import tile_tokens
@@ -53,6 +54,10 @@ def norms():
         assert ours.routing.data.tolist()[:2] == routed(exact.ids)[:2]
         filled = [at for at, value in enumerate(routed(exact.ids)) if value is not None]
         assert [ours.routing.data.tolist()[at] for at in filled] == [routed(exact.ids)[at] for at in filled]
+        kept, w4a16.route_experts = w4a16.route_experts, lambda ids, experts: (ids.tolist(), experts)
+        left = FusedGlue(pdl=PDL, device=DEVICE, routes=False).choose(h, added, norm, 1e-5, router, None, route=True)
+        w4a16.route_experts = kept
+        assert left.routing == (exact.ids.tolist(), EXPERTS), "Triton's product reads a list of its own"
         again = FUSED.choose(h, added, norm, 1e-5, router, torch.zeros_like(ours.ids), route=False)
         say("choose", [again.ids], [exact.ids])
 

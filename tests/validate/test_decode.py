@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from requant.kernels import w4a16
 from requant.kernels.formats import NumberFormat
 from requant.kernels.w4a4_operands import Fp4Tensor
 from requant.manifests.gates import SpeedGate
 from requant.validate import decode_speed
-from requant.validate.decode_engine import Engine
+from requant.validate.decode_engine import Engine, make_glue
 from requant.validate.decode_load import as_bf16, decoded
 from requant.validate.decode_model import Attention, Decoder, Gate, Layer, Matrix, Mlp, Moe, Router
 from requant.validate.decode_products import Products
@@ -278,6 +280,17 @@ def test_the_stage_judges_its_bounds(monkeypatch):
     assert judged(min_roofline=0.1) == ("min_roofline needs a GPU", [])
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_slots_are_sorted_for_the_kernel_that_reads_them(monkeypatch, triton):
+    made = []
+    monkeypatch.setitem(
+        sys.modules, "requant.validate.decode_fused", SimpleNamespace(FusedGlue=lambda **k: made.append(k))
+    )
+    monkeypatch.setattr(w4a16, "uses_triton", lambda: triton)
+    make_glue(SimpleNamespace(embedding=SimpleNamespace(is_cuda=True)), pdl=False)
+    assert made == [{"pdl": False, "routes": not triton}]
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +299,6 @@ def test_the_stage_judges_its_bounds(monkeypatch):
 def test_a_fused_step_in_a_graph_decodes_the_plain_steps_tokens(pdl):
     from dataclasses import fields, is_dataclass, replace
 
-    from requant.validate.decode_engine import make_glue
     from requant.validate.decode_glue import PlainGlue
 
     def moved(value):

@@ -60,8 +60,8 @@ def columns_of(raw: bytes, data_bytes: int, nbytes_of: Callable[[str, tuple[int,
         match = _KIND.fullmatch(kind)
         if match is None:
             return None
-        shape = tuple(int(n) for n in match[2].split(",")) if match[2] else ()
         try:
+            shape = tuple(int(n) for n in match[2].split(",")) if match[2] else ()
             known[kind] = match[1], shape, nbytes_of(match[1], shape)
         except (KeyError, ValueError):
             return None
@@ -84,7 +84,7 @@ def _open(raw: bytes) -> tuple[Mapping[str, Any] | None, bytes]:
     close = end.find(b'},"', len(_METADATA)) + 1
     try:
         metadata: object = json.loads(end[len(_METADATA) : close])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, b""
     return (cast("Mapping[str, Any]", metadata), end[close + 2 : -3]) if isinstance(metadata, dict) else (None, b"")
 
@@ -113,6 +113,8 @@ def _begins(offsets: list[str], sizes: list[int], data_bytes: int) -> list[int] 
     if set(map(str.count, offsets, repeat(","))) != {1} or max(map(len, offsets)) > _LONGEST:
         return None
     joined = ",".join(offsets).encode()
+    if joined.startswith(b",") or joined.endswith(b",") or b",," in joined:  # a number is missing
+        return None
     text = np.frombuffer(joined, np.uint8)
     if not joined.replace(b",", b"").isdigit() or _leading_zero(text):
         return None
@@ -137,7 +139,7 @@ def index_of(raw: bytes) -> dict[str, Any] | None:
     mark = b'"weight_map"'
     start = raw.find(b"{", raw.find(mark) + len(mark))
     end = raw.find(b"}", start) + 1
-    if start < 0 or not end or b"\\" in raw[start:end]:
+    if start < 0 or not end or raw.count(mark) != 1 or b"\\" in raw:
         return None
     try:
         pieces = raw[start + 1 : end - 1].decode().split('"')

@@ -62,6 +62,12 @@ GOOD = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8",
         (b"[0,2]", b"[0.0,2]"),
         (b"[0,2]", b"[0,2,2]"),
         (b"[0,2]", b"[+0,2]"),
+        (b"[0,2]", b"[,2]"),
+        (b"[0,2]", b"[0,]"),
+        (b"[2,3]", b"[,3]"),
+        (b"[2,3]", b"[2,]"),
+        (b"[2,3]", b"[2," + b"9" * 36 + b"]"),
+        (b'"shape":[2]', b'"shape":[' + b"9" * 5000 + b"]"),
         (b"[2,3]", b"[18446744073709551618,18446744073709551619]"),
         (b'"shape":[2]', b'"shape":[02]'),
         (b'"shape":[2]', b'"shape":[2,]'),
@@ -86,6 +92,7 @@ GOOD = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8",
         (b'"data_offsets"', b'"data_offsets","x"'),
         (b'{"a"', b'{"__metadata__":{"a":},"a"'),
         (b'{"a"', b'{"__metadata__":[],"a"'),
+        (b'{"a"', b'{"__metadata__":{"x":' + b"[" * 200_000 + b"]" * 200_000 + b'},"a"'),
         (GOOD, b"{}"),
         (GOOD, b""),
         (GOOD, b'{"__metadata__":{}}'),
@@ -120,6 +127,20 @@ def test_the_words_for_a_fault_are_the_slow_ways(tmp_path):
         read_shard_header(write(tmp_path / "bad.safetensors", raw, 3), "bad.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (b"[0,2]", b"[,2]", "header is not JSON"),
+        (b'"shape":[2]', b'"shape":[' + b"9" * 5000 + b"]", "header is not JSON"),
+        (b'{"a"', b'{"__metadata__":{"x":' + b"[" * 200_000 + b"]" * 200_000 + b'},"a"', "header is not JSON"),
+    ],
+)
+def test_a_hostile_header_is_an_error_of_the_source_and_no_crash(before, after, said, tmp_path):
+    raw = GOOD.replace(before, after, 1)
+    with pytest.raises(SourceError, match=said):
+        read_shard_header(write(tmp_path / "bad.safetensors", raw, 3), "bad.safetensors")
+
+
 INDEX = {"metadata": {"total_size": 3}, "weight_map": {"a": "x.safetensors", "ü.b": "y.safetensors"}, "more": [1]}
 
 
@@ -149,6 +170,9 @@ def test_an_index_is_read_as_json_reads_it(indent):
         b'{"metadata": {"weight_map": {"a": "x"}}, "weight_map": {"b": "y"}}',
         b'{"metadata": "weight_map", "weight_map": {"a": 1}}',
         b'{"more": {"weight_map": {"a": "x"}}}',
+        b'{"more": {"weight_map": {"a": "x", "b": "y"}}, "weight_map": {}}',
+        b'{"weight_map": {"a": "x", "b": "y"}, "weight_map": {}}',
+        b'{"weight_map": {"a": "x", "b": "y"}, "weight\\u005fmap": {}}',
     ],
 )
 def test_an_index_that_is_out_of_order_is_left_to_the_slow_way(raw):

@@ -23,10 +23,10 @@ from typing import Final, Protocol
 
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.engine import PART_SUFFIX, Done, Engine, ShardFiles
-from requant.convert.plan import Plan, Unit
+from requant.convert.plan import Plan
 from requant.convert.private import public_manifest
 from requant.convert.remote import CONNECTIONS, Remote, mirror_headers, refuse_changed
-from requant.convert.windows import Window, cut_windows, shard_by_shard, tensors_of
+from requant.convert.windows import Window, cut_windows, largest_block, shard_by_shard, tensors_of
 from requant.manifests.errors import IncompleteError, UsageError
 
 __all__ = [
@@ -77,11 +77,15 @@ def streamed_source(plan: Plan, remote: Remote) -> Plan:
 
 
 def window_budget(plan: Plan) -> int:
-    """Bytes of one window, so that two of them and the output stay below max_disk. UsageError if nothing is left."""
+    """Bytes of one window, so that two of them and the output stay below max_disk. UsageError if nothing is left.
+
+    plan: with its units shard by shard.
+    """
     most = max(plan.bytes_in // WINDOWS, WINDOW_MIN)
+    least = largest_block(plan, range(len(plan.units)))
     bound = plan.manifest.execute.max_disk
     if bound is None:
-        return max(min(WINDOW_BYTES, most), _largest(plan.units))
+        return max(min(WINDOW_BYTES, most), least)
     left = (bound - plan.bytes_out) // 2
     if left <= 0:
         raise UsageError(
@@ -89,11 +93,7 @@ def window_budget(plan: Plan) -> int:
             where="execute.max_disk",
             hint="allow more disk, or publish while converting (--push), which frees what is uploaded",
         )
-    return min(left, max(most, _largest(plan.units)))
-
-
-def _largest(units: Sequence[Unit]) -> int:
-    return max((sum(t.nbytes for t in {t.name: t for t in tensors_of(unit)}.values()) for unit in units), default=1)
+    return min(left, max(most, least))
 
 
 class Judge(Protocol):

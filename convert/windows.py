@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from requant.convert.layouts.base import SourceWeight
 from requant.convert.plan import CopyUnit, Piece, Plan, Unit
 from requant.convert.shards import TensorInfo
 from requant.manifests.errors import UsageError
@@ -38,9 +39,12 @@ class Window(NamedTuple):
 
 
 def tensors_of(unit: object) -> Iterator[TensorInfo]:
-    """Every source tensor that a unit mentions, at any depth of its tuples."""
+    """Every source tensor that a unit reads, at any depth of its tuples: of a weight all but its bias, which is copied
+    by other units."""
     if isinstance(unit, TensorInfo):
         yield unit
+    elif isinstance(unit, SourceWeight):
+        yield from (tensor for tensor in unit.tensors if tensor is not unit.bias)
     elif isinstance(unit, tuple):
         for part in unit:  # pyright: ignore[reportUnknownVariableType]
             yield from tensors_of(part)  # pyright: ignore[reportUnknownArgumentType]
@@ -49,15 +53,26 @@ def tensors_of(unit: object) -> Iterator[TensorInfo]:
 def shard_by_shard(plan: Plan) -> Plan:
     """The plan with its units in the order of the output's shards, so that one is finished before the next is begun.
 
-    A batch of copies, which may reach over many shards (norms of all layers), becomes one for each.
+    A batch of copies, which may reach over many shards (norms of all layers), becomes one for each; and where the next
+    batch goes on with a tensor (the biases of a stack, cut up by expert), all its pieces of a shard go with the last.
+    Else every batch would need the one before it on the same disk, and all of them together.
     """
     tensors = plan.tensors
     keyed: list[tuple[int, Unit]] = []
-    for unit in plan.units:
+    last: dict[tuple[int, str], int] = {}
+    for index, unit in enumerate(plan.units):
+        for piece in unit.pieces if isinstance(unit, CopyUnit) else ():
+            last[tensors[piece.out].shard, _origin(piece)] = index
+    waiting: dict[tuple[int, str], list[Piece]] = {}
+    for index, unit in enumerate(plan.units):
         if isinstance(unit, CopyUnit):
             by_shard: dict[int, list[Piece]] = {}
             for piece in unit.pieces:
-                by_shard.setdefault(tensors[piece.out].shard, []).append(piece)
+                key = tensors[piece.out].shard, _origin(piece)
+                if key[1] and last[key] != index:
+                    waiting.setdefault(key, []).append(piece)
+                else:
+                    by_shard.setdefault(key[0], []).extend((*waiting.pop(key, ()), piece))
             for shard, pieces in by_shard.items():
                 nbytes = sum(tensors[piece.out].nbytes for piece in pieces)
                 keyed.append((shard, CopyUnit(tuple(pieces), nbytes)))
@@ -66,6 +81,11 @@ def shard_by_shard(plan: Plan) -> Plan:
             keyed.append((min(tensors[out].shard for out in outputs), unit))
     keyed.sort(key=lambda entry: entry[0])
     return replace(plan, units=tuple(unit for _, unit in keyed))
+
+
+def _origin(piece: Piece) -> str:
+    """Name of the source tensor, "" for a constant."""
+    return next((tensor.name for tensor in tensors_of(piece.source)), "")
 
 
 def cut_windows(plan: Plan, wanted: Iterable[int], budget: int) -> list[Window]:

@@ -1,7 +1,7 @@
 """Engine `ray`: the units of a run as tasks of a Ray cluster, or of a Ray that is started here for the run.
 
 The driver keeps what a run is (journal, seals, publication). A task gets a batch of half a gigabyte at most, declares a
-CPU and its memory (and a GPU for device cuda), and writes to the shared file system. At most twice as many batches are
+CPU and its memory, and writes to the shared file system. At most twice as many batches are
 out as there are places for, whatever joins or leaves. Ray repeats the tasks of a lost node elsewhere; a unit done twice
 writes the same bytes twice.
 """
@@ -83,12 +83,11 @@ def require_ray() -> Ray:
 @dataclass(frozen=True)
 class RayEngine:
     """address: None (a Ray of our own), `auto`, `ray://host:port` or `host:port`. workers: tasks at once, or None for
-    as many as the cluster has places. memory: bytes that a task declares. gpus: GPUs that it declares."""
+    as many as the cluster has places. memory: bytes that a task declares."""
 
     address: str | None
     workers: int | None
     memory: int
-    gpus: int = 0
 
     @property
     def name(self) -> str:
@@ -152,8 +151,7 @@ class _Cluster:
         engine, places = self._engine, self.places()
         if not places and self.has_processors():  # a cluster without any may still be starting its nodes
             raise EnvironmentFault(
-                f"no node of the Ray cluster offers a CPU{' and a GPU' if engine.gpus else ''} "
-                f"and {engine.memory / 2**20:.0f} MiB of memory",
+                f"no node of the Ray cluster offers a CPU and {engine.memory / 2**20:.0f} MiB of memory",
                 where=engine.address or "local Ray",
                 hint="add a node, or give the nodes more --num-cpus or --memory",
             )
@@ -164,11 +162,7 @@ class _Cluster:
         return any(node["Alive"] and node["Resources"].get("CPU", 0.0) >= 1 for node in self._ray.nodes())
 
     def _holds(self, resources: Mapping[str, float]) -> int:
-        engine = self._engine
-        limits = [resources.get("CPU", 0.0), resources.get("memory", 0.0) / max(engine.memory, 1)]
-        if engine.gpus:
-            limits.append(resources.get("GPU", 0.0) / engine.gpus)
-        return int(min(limits))
+        return int(min(resources.get("CPU", 0.0), resources.get("memory", 0.0) / max(self._engine.memory, 1)))
 
 
 class _Tasks(Generic[T, R]):
@@ -192,7 +186,6 @@ class _Tasks(Generic[T, R]):
         self._remote = ray.remote(_on_a_node).options(
             name="requant",
             num_cpus=1,
-            num_gpus=engine.gpus,
             memory=engine.memory,
             max_retries=RETRIES,
             scheduling_strategy="SPREAD",

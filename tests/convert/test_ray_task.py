@@ -252,7 +252,7 @@ def test_the_engine_is_the_manifests(kit, monkeypatch):
     monkeypatch.setattr(engine_ray, "require_ray", lambda: None)
     sets = ["execute.engine=ray", "execute.ray_address=ray://head:10001", "execute.workers=7"]
     engine = engine_of(prepare(str(kit.tmp / "m.yaml"), sets).plan)
-    assert (engine.name, engine.address, engine.workers, engine.gpus) == ("ray", "ray://head:10001", 7, 0)
+    assert (engine.name, engine.address, engine.workers) == ("ray", "ray://head:10001", 7)
     assert 300 * 2**20 < engine.memory < 400 * 2**20
     assert engine_of(prepare(str(kit.tmp / "m.yaml"), ["execute.workers=3"]).plan) == LocalEngine(3)
 

@@ -201,8 +201,6 @@ def test_a_bad_source_ends_the_run_with_the_local_message(kit, job, engine):
 def test_a_cluster_too_small_is_said_before_a_task_is_sent(job, cluster):
     with pytest.raises(EnvironmentFault, match=r"offers a CPU and 1048576 MiB of memory\n  -> "):
         execute(job.plan, lambda *_: None, engine=RayEngine(cluster.address, None, 2**40))
-    with pytest.raises(EnvironmentFault, match="offers a CPU and a GPU"):
-        execute(job.plan, lambda *_: None, engine=RayEngine(cluster.address, None, MEMORY, gpus=1))
 
 
 def test_a_transient_disk_error_is_tried_again_and_a_lasting_one_stops_resumably(kit, job, local, engine, monkeypatch):

@@ -37,7 +37,16 @@ from requant.convert.runrecord import run_record
 from requant.convert.windows import shards_of
 from requant.manifests.errors import EnvironmentFault, IncompleteError, LockError, RequantError, SourceError
 
-__all__ = ["PARTIAL_SUFFIX", "RECORDS", "Progress", "RunResult", "default_workers", "execute", "partial_of"]
+__all__ = [
+    "PARTIAL_SUFFIX",
+    "RECORDS",
+    "Progress",
+    "RunResult",
+    "default_workers",
+    "execute",
+    "partial_of",
+    "refuse_finished",
+]
 
 PARTIAL_SUFFIX: Final = ".partial"
 RECORDS: Final = ".requant"
@@ -97,11 +106,11 @@ def execute(
     output, partial = plan.output, partial_of(plan.output)
     for folder in (output, partial):
         refuse_overlap(plan.catalogue.root, folder)
-    _refuse_finished(output, force)
+    refuse_finished(output, force)
     _make_folder(partial)
     try:
         with _owned(partial):
-            _refuse_finished(output, force)  # another run may have finished it just now
+            refuse_finished(output, force)  # another run may have finished it just now
             for token in (partial / RECORDS).glob("run-*"):  # workers of a driver that was killed stop at this
                 token.unlink()
             if force:
@@ -121,6 +130,8 @@ def execute(
                 record = run_record(engine.name, run.tasks, time.monotonic() - started)
                 result = RunResult(output, dict(journal.done), resumed, record)
             _refuse_changed_source(plan, journal_path)
+            for half in partial.glob(f"*{PART_SUFFIX}.*"):  # copies of workers that were killed (shard_task.py)
+                half.unlink(missing_ok=True)
             finish(partial, result)
             _publish(partial, output, force)
     except OSError as error:
@@ -143,7 +154,8 @@ def _refuse_changed_source(plan: Plan, journal_path: Path) -> None:
             )
 
 
-def _refuse_finished(output: Path, force: bool) -> None:
+def refuse_finished(output: Path, force: bool) -> None:
+    """LockError if a finished output, or something of others, has the name."""
     if not output.exists():
         return
     if not output.is_dir():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from requant.convert.checkpoint import PICKLE_SUFFIXES, open_checkpoint
 from requant.convert.engine import Engine, LocalEngine, worker_bytes
-from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of
+from requant.convert.execute import Progress, RunResult, default_workers, execute, partial_of, refuse_finished
 from requant.convert.hub import fetch, is_offline
 from requant.convert.hub_remote import resolve
 from requant.convert.input_scales import UNMEASURED
@@ -233,6 +233,7 @@ def _streamed(
 ) -> tuple[Job, Engine]:
     """The job over a source with holes, and the engine that fills them window by window, here or on a cluster."""
     from requant.convert.stream import StreamEngine, streamed_source, window_budget
+    from requant.convert.windows import shard_by_shard
 
     if job.remote is None:
         raise EnvironmentFault(
@@ -247,10 +248,10 @@ def _streamed(
 
         engine = ShardEngine(job.remote, inner, make_judge, uploader.sink if uploader else None)
     elif uploader is None:
-        engine = StreamEngine(job.remote, inner, window_budget(job.plan), make_judge)
+        engine = StreamEngine(job.remote, inner, window_budget(shard_by_shard(job.plan)), make_judge)
     else:
         bounded = uploader.free and job.manifest.execute.max_disk is not None
-        budget = uploader.budget if bounded else window_budget(job.plan)
+        budget = uploader.budget if bounded else window_budget(shard_by_shard(job.plan))
         engine = StreamEngine(job.remote, inner, budget, make_judge, uploader.after)
     return replace(job, plan=streamed_source(job.plan, job.remote)), engine
 
@@ -315,6 +316,7 @@ def _run_job(
     destination: Destination | None,
 ) -> RunResult:
     """run_job, once it is known where the shards go."""
+    refuse_finished(job.plan.output, force)  # before anything is fetched
     _refuse_hollow(job.plan.output, uploader, force)
     if destination is not None:
         destination.check(force)

@@ -1,6 +1,6 @@
 """What a cluster's worker does where nothing is shared: one output shard, from fetching to uploading, by itself.
 
-    TMPDIR/requant-shard-RUN-PID/
+    TMPDIR/requant-shard-RUN@HOST-SPACE-PID/     of this process alone, wherever TMPDIR is seen from
         source/     the source with holes: true headers and configs (once for a process)
         view/       the output likewise
         task/window the source tensors of one window, in their places
@@ -80,17 +80,18 @@ class SharedFolder:
         """Copy it, sync it, put it in place. OSError 2 if the run is over or the folder is not shared after all."""
         os.close(os.open(self.token, os.O_RDONLY))
         final = Path(self.partial) / f"{name}.part"
-        temporary = final.with_name(f"{final.name}.{socket.gethostname()}-{os.getpid()}")
+        temporary = final.with_name(f"{final.name}.{_process()}")
         size = path.stat().st_size
         source, target = os.open(path, os.O_RDONLY), os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             copy_range(source, target, size, begin_in=0, begin_out=0, file=name)
             os.fsync(target)
+            os.close(os.open(self.token, os.O_RDONLY))
+            temporary.replace(final)
         finally:
             os.close(source)
             os.close(target)
-        os.close(os.open(self.token, os.O_RDONLY))
-        temporary.replace(final)
+            temporary.unlink(missing_ok=True)
         return Uploaded(size, "")
 
 
@@ -134,10 +135,12 @@ class ShardTask(NamedTuple):
             _check(kit, self, name)
             made = _make(self, kit, place)
         except RequantError as error:
+            _judges.clear()  # it takes for judged what nobody will be told of
             again = not isinstance(error, SourceError)
             fault = Fault(type(error).__name__, error.message, error.where, error.hint, again=again)
             return ShardReport((), task(0), fault)
         except OSError as error:
+            _judges.clear()
             where = f"{name}: {error.filename or 'no file named'}"
             fault = Fault("OSError", error.strerror or str(error), where, "", error.errno or errno.EIO)
             return ShardReport((), task(0), fault)
@@ -166,12 +169,25 @@ _judges: dict[str, Any] = {}
 """The judge of the run that this process works for: it has read the headers of two whole checkpoints."""
 
 
+def _space() -> str:
+    """Host and process namespace: containers that share a TMPDIR count their processes each for itself."""
+    try:
+        return f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}-0"
+
+
+def _process() -> str:
+    """A name that no other process has, whichever machine it is on."""
+    return f"{_space()}-{os.getpid()}"
+
+
 def _home(run: str) -> Path:
-    """This process's folder; those of processes that were killed are removed."""
+    """This process's folder; those of processes of this machine that were killed are removed."""
     base = Path(tempfile.gettempdir())
-    home = base / f"{PREFIX}{run}-{os.getpid()}"
+    home = base / f"{PREFIX}{run}@{_process()}"
     if not home.exists():
-        for old in base.glob(f"{PREFIX}*-*"):
+        for old in base.glob(f"{PREFIX}*@{_space()}-*"):
             pid = old.name.rpartition("-")[2]
             if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -219,9 +235,9 @@ def _judge(kit: Kit, home: Path) -> Any:
 def _make(task: ShardTask, kit: Kit, place: Path) -> ShardReport:
     home = place.parent
     shutil.rmtree(place, ignore_errors=True)
-    judge = _judge(kit, home)
     record = home / "judged.jsonl"
     record.unlink(missing_ok=True)
+    judge = _judge(kit, home)
     out = place / "out"
     names = {file for file, _ in task.shards.values()}
     _lay_out(out, [skeleton for skeleton in kit.view if skeleton.name in names])

@@ -287,6 +287,13 @@ def test_a_disturbed_run_may_be_killed_again(job, uninterrupted, stopped):
     assert sha256s(job.plan.output) == uninterrupted
 
 
+def test_half_copies_of_workers_that_were_killed_are_not_published(job, uninterrupted, stopped):
+    half = partial_of(job.plan.output) / "model-00001-of-00003.safetensors.part.node-4026531836-17"
+    half.write_bytes(b"half")
+    run_job(job)
+    assert not list(job.plan.output.glob("*.part*"))
+
+
 def test_shards_without_a_journal_are_not_taken_for_this_plans(job, uninterrupted, stopped):
     """Sealed shards of the right name and size, but of who knows which plan."""
     sealed = next(iter(sorted(stopped.glob("*.safetensors"))))

@@ -221,14 +221,72 @@ def test_a_worker_does_not_write_into_an_output_that_was_begun_anew(memory, job,
     assert len(stored(memory)) == 2
 
 
+def test_a_shard_whose_upload_failed_is_judged_again_by_the_same_process(memory, kit, job, monkeypatch):
+    from requant.convert.sinks import StoreSink
+
+    real, failures = StoreSink.put, []
+
+    def put(self, path, name):
+        if len(failures) < 3:
+            failures.append(name)
+            raise IncompleteError("the network is away")
+        return real(self, path, name)
+
+    def run_tasks(self, ray, items, enter, shared):
+        for item in items:
+            report = item.run("abcdef012345", shared)
+            while report.fault and report.fault.passing:
+                report = item.run("abcdef012345", shared)
+            enter(item, report)
+
+    monkeypatch.setattr(StoreSink, "put", put)
+    monkeypatch.setattr(Post, "run_tasks", run_tasks)
+    made, _ = job()
+    run(made)
+    assert len(failures) == 3
+    assert stored(memory) == job.whole
+    status, reason, _, findings = judged(kit.tmp / "out")
+    assert (status, findings) == ("passed", [])
+    assert "14 converted and 6 copied tensors" in reason
+
+
+def test_a_shared_folder_gets_a_shard_whole_or_not_at_all(tmp_path):
+    partial, token, made = tmp_path / "out.partial", tmp_path / "token", tmp_path / "made"
+    partial.mkdir()
+    made.write_bytes(b"whole")
+    folder = shard_task.SharedFolder(str(partial), str(token))
+    with pytest.raises(FileNotFoundError):
+        folder.put(made, "model.safetensors")
+    assert list(partial.iterdir()) == []
+    token.touch()
+    assert folder.put(made, "model.safetensors").size == 5
+    assert {p.name: p.read_bytes() for p in partial.iterdir()} == {"model.safetensors.part": b"whole"}
+
+
+def test_a_run_that_ends_during_the_copy_leaves_no_half(tmp_path, monkeypatch):
+    partial, token, made = tmp_path / "out.partial", tmp_path / "token", tmp_path / "made"
+    partial.mkdir()
+    token.touch()
+    made.write_bytes(b"whole")
+    real = shard_task.copy_range
+    monkeypatch.setattr(shard_task, "copy_range", lambda *a, **k: (real(*a, **k), token.unlink()))
+    with pytest.raises(FileNotFoundError):
+        shard_task.SharedFolder(str(partial), str(token)).put(made, "model.safetensors")
+    assert list(partial.iterdir()) == []
+
+
 def test_nothing_stays_on_a_node(job, monkeypatch, tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(shard_task.tempfile, "gettempdir", lambda: str(scratch))
-    (scratch / "requant-shard-run-1-999999999").mkdir()
-    (scratch / "requant-shard-run-1-999999999" / "left").write_bytes(b"by a process that was killed")
+    killed = scratch / f"requant-shard-run-1@{shard_task._space()}-999999999"
+    killed.mkdir()
+    (killed / "left").write_bytes(b"by a process that was killed")
+    elsewhere = scratch / f"requant-shard-run-1@another-{shard_task._space()}-999999999"
+    elsewhere.mkdir()  # of a process on a node that shares this TMPDIR: who knows whether it lives
     made, _ = job()
     run(made)
-    (home,) = scratch.iterdir()
+    assert elsewhere.exists()
+    (home,) = (path for path in scratch.iterdir() if path != elsewhere)
     assert sorted(path.name for path in home.iterdir()) == ["judged.jsonl", "source", "view"]
     assert sum(path.lstat().st_blocks for path in home.rglob("*") if path.is_file()) * 512 < 400_000

@@ -131,7 +131,13 @@ class Destination:
         self._store.delete([BEGUN])
 
     def add_signoff(self, output: Path) -> None:
-        """Send the sign-off's files beside a finished output."""
+        """Send the sign-off's files beside a finished output. LockError if another one than `output` lies there now."""
+        if self._store.text(LOCK) != (output / LOCK).read_bytes():
+            raise LockError(
+                f"holds another output than {output}, whose sign-off is not sent there",
+                where=self.url,
+                hint=f"validate what is there: requant validate {self.url}",
+            )
         for path in sorted(output.glob(f"{SIGNOFF}*")):
             self._store.put(path.name, path)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -77,6 +77,7 @@ class ObjectRemote:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        jobs: list[Future[None]] = []
         try:
             size = self.files[name].size
             os.ftruncate(fd, size)
@@ -88,6 +89,9 @@ class ObjectRemote:
                 job.result()
             temporary.replace(target)
         finally:
+            for job in jobs:
+                job.cancel()
+            wait(jobs)  # the number of a closed descriptor may be another file's by the time they write
             os.close(fd)
             temporary.unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -132,9 +133,17 @@ def read_records(path: Path) -> dict[str, Uploaded]:
 
 
 def write_records(path: Path, shards: Mapping[str, Uploaded]) -> None:
-    """Write a record, at once or not at all."""
+    """Write a record, at once or not at all; it is on the disk before what it speaks of is made hollow."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     raw = {n: {**s._asdict(), "sample": base64.b64encode(s.sample).decode()} for n, s in shards.items()}
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(raw))
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(raw))
+        stream.flush()
+        os.fsync(stream.fileno())
     temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -154,6 +154,7 @@ def hollow(path: Path, tensors: Sequence[OutTensor], temporary: Path) -> None:
         os.ftruncate(target, os.fstat(source).st_size)
         for begin, end in kept_spans(tensors):
             write_all(target, read_exact(source, end - begin, begin, path.name), begin)
+        os.fsync(target)
     finally:
         os.close(source)
         os.close(target)

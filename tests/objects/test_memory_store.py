@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 from requant.manifests.errors import ManifestError
@@ -102,6 +103,85 @@ def test_a_finished_output_is_not_written_over_without_force(memory, kit, ordina
     assert [name for name in found if name.endswith(".safetensors")] == ["model.safetensors"]
     assert "model.safetensors.index.json" not in found
     assert not [name for name in found if name.startswith("requant.signoff")], "it judged other bytes"
+
+
+def test_what_is_finished_is_said_before_anything_is_fetched(memory, kit, ordinary, capsys, monkeypatch):
+    from requant.convert import pipeline
+
+    manifest = kit.manifest(memory.put(ordinary[0]))
+    assert kit.requant("convert", manifest, "--quiet") == 0
+    monkeypatch.setattr(pipeline, "fetch_source", lambda _: pytest.fail("fetched"))
+    assert kit.requant("run", manifest, "--quiet") == 3
+    assert f"{kit.tmp / 'out'}: is finished already" in capsys.readouterr().err
+
+
+def test_a_sign_off_is_not_put_beside_another_output(memory, kit, ordinary, capsys):
+    manifest = kit.manifest(ordinary[0], target=TARGET)
+    assert kit.requant("run", manifest, "--quiet") == 0
+    (kit.tmp / "out").rename(kit.tmp / "old")
+    other = kit.manifest(ordinary[0], target=TARGET, shard_size="1MB")
+    assert kit.requant("convert", other, "--quiet", "--force") == 0
+    before = stored(memory)
+    assert kit.requant("validate", kit.tmp / "old", "--quiet") == 3
+    assert f"{TARGET}: holds another output than {kit.tmp / 'old'}" in capsys.readouterr().err
+    assert stored(memory) == before
+    assert kit.requant("validate", kit.tmp / "out", "--quiet") == 0
+
+
+def test_a_piece_that_fails_leaves_no_other_piece_writing(memory, kit, monkeypatch):
+    """A closed descriptor's number may be another file's by then."""
+    import threading
+
+    from requant.convert import object_remote
+    from requant.convert.object_remote import ObjectRemote
+    from requant.convert.remote import RemoteFile
+    from requant.manifests.errors import SourceError
+
+    failed, wrong = threading.Event(), []
+
+    def read(self, name, begin, end, write):
+        if begin == 0:
+            failed.set()
+            raise SourceError("ends at byte 0")
+        failed.wait()
+        threading.Event().wait(0.05)
+        try:
+            write(bytes(end - begin), begin)
+        except OSError as error:
+            wrong.append(error)
+
+    monkeypatch.setattr(object_remote, "_PIECE", 10)
+    monkeypatch.setattr(ObjectRemote, "read", read)
+    remote = ObjectRemote("memory://source/model", {"a.bin": RemoteFile("a.bin", 60, None, "1")})
+    with pytest.raises(SourceError, match="ends at byte 0"):
+        remote.fetch(["a.bin"])
+    assert wrong == []
+    assert list(remote.folder.iterdir()) == []
+
+
+def test_a_record_is_on_the_disk_before_its_shard_is_made_hollow(memory, kit, ordinary, monkeypatch):
+    import os
+
+    from requant.convert import uploads
+
+    synced, hollowed, fsync, hollow = [], [], os.fsync, uploads.hollow
+
+    def watched(fd):
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    def making(path, *more):
+        hollowed.append([name for name in synced if "stored" in name or name.endswith(".requant-local")][-2:])
+        hollow(path, *more)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(uploads, "hollow", making)
+    url = memory.put(ordinary[0])
+    manifest = kit.manifest(url, target=TARGET, stream=True, max_disk=100_000, shard_size="15kB")
+    assert kit.requant("convert", manifest, "--quiet") == 0
+    assert len(hollowed) > 2
+    for names in hollowed:
+        assert [name.rpartition("/")[2] for name in names] == ["stored.new", ".requant-local"]
 
 
 def test_objects_of_others_are_never_in_the_way_of_force(memory, kit, ordinary, capsys):

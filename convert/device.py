@@ -187,7 +187,10 @@ def choose_device(plan: Plan, workers: int) -> tuple[GpuCompute | None, str]:
         compute = _gpu(workers, "")
     except EnvironmentFault as fault:
         return None, f"auto: {fault.message}"
-    there = _gpu_rate(compute)
+    try:
+        there = _gpu_rate(compute)
+    except RuntimeError as error:  # out of memory, say: another program has it
+        return None, f"auto: the GPU failed: {error}"
     measured = f"measured {there:.1f} GB/s of BF16 through {compute.chip}, {here:.1f} on {workers} workers"
     if there < FASTER * here:
         return None, f"auto: {measured}"

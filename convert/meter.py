@@ -31,11 +31,13 @@ class _Busy:
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
+        self._merge_at = _MERGE_AT
 
     def add(self, begin: float, end: float) -> None:
         self._spans.append((begin, end))
-        if len(self._spans) >= _MERGE_AT:
+        if len(self._spans) >= self._merge_at:
             self._merge()
+            self._merge_at = max(_MERGE_AT, 2 * len(self._spans))  # a run of hours may have gaps between all of them
 
     def _merge(self) -> None:
         merged: list[tuple[float, float]] = []

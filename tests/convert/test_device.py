@@ -386,6 +386,21 @@ def test_auto_takes_the_gpu_only_where_it_measured_faster(kit, monkeypatch, gpu_
     assert why == f"auto: measured {gpu_rate} GB/s of BF16 through a fake GPU, 2.0 on 2 workers"
 
 
+def test_auto_stays_on_the_processor_where_the_gpu_has_no_room(kit, monkeypatch):
+    use(monkeypatch, FakeLane)
+    monkeypatch.setattr(device, "WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr(device, "START_S", 0)
+    monkeypatch.setattr(device, "_driver_finds_gpu", lambda: True)
+    monkeypatch.setattr(device, "_processor_rate", lambda: 1.0)
+
+    def full(_):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(device, "_gpu_rate", full)
+    plan = job_of(kit, plain(kit), "auto", "out").plan
+    assert choose_device(plan, 2) == (None, "auto: the GPU failed: CUDA out of memory")
+
+
 def test_the_rates_are_measured_through_the_lane():
     lanes = []
 
@@ -443,6 +458,18 @@ def test_the_bound_is_what_the_workers_wait_for(waits, intervals, bound):
             time.sleep(seconds)
     meter.ran(intervals, 1, 1)
     assert meter.record()["bound"] == bound
+
+
+def test_intervals_with_gaps_between_them_are_not_merged_at_every_one(monkeypatch):
+    from requant.convert import meter
+
+    merges, real = [], meter._Busy._merge
+    monkeypatch.setattr(meter._Busy, "_merge", lambda self: (merges.append(1), real(self)))
+    busy = meter._Busy()
+    for number in range(20_000):
+        busy.add(2.0 * number, 2.0 * number + 1.0)
+    assert len(merges) == 3
+    assert busy.seconds == 20_000.0
 
 
 def test_the_report_says_what_bounds_the_run():

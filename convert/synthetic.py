@@ -171,6 +171,8 @@ def _deepseek_v4(config: Config, form: Format) -> Iterator[Spec]:
     yield from _hyper("hc_head", streams, streams * hidden, 1)
     layers = _int(config, "num_hidden_layers")
     ratios = cast("list[int]", config.get("compress_ratios") or [0] * (layers + 1))
+    if len(ratios) < layers:
+        raise SourceError(f"compress_ratios has {len(ratios)} entries for {layers} layers", where="config.json")
     for layer in range(layers):
         yield from _deepseek_layer(
             f"layers.{layer}", config, ratios[layer], hashed=layer < _int(config, "num_hash_layers")
@@ -182,7 +184,8 @@ def _deepseek_v4(config: Config, form: Format) -> Iterator[Spec]:
 
 def _deepseek_layer(name: str, config: Config, ratio: int, *, hashed: bool) -> Iterator[Spec]:
     hidden, dim, heads = _int(config, "hidden_size"), _head_dim(config), _int(config, "num_attention_heads")
-    rank, out_rank, groups = (_int(config, key) for key in ("q_lora_rank", "o_lora_rank", "o_groups"))
+    rank, out_rank = _int(config, "q_lora_rank"), _int(config, "o_lora_rank")
+    groups = _int(config, "o_groups", least=1)
     streams, top_k = _int(config, "hc_mult"), _int(config, "num_experts_per_tok")
     experts, inner = _int(config, "n_routed_experts"), _int(config, "moe_intermediate_size")
     mixed = streams * (streams + 2)
@@ -295,11 +298,11 @@ def _is_moe(config: Config, layer: int) -> bool:
 def _head_dim(config: Config) -> int:
     if isinstance(config.get("head_dim"), int):
         return _int(config, "head_dim")
-    return _int(config, "hidden_size") // _int(config, "num_attention_heads")
+    return _int(config, "hidden_size") // _int(config, "num_attention_heads", least=1)
 
 
-def _int(config: Config, key: str) -> int:
+def _int(config: Config, key: str, least: int = 0) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise SourceError(f"{key} is {value!r}, expected a number", where="config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SourceError(f"{key} is {value!r}, expected a number from {least} on", where="config.json")
     return value

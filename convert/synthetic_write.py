@@ -2,9 +2,9 @@
 same seed.
 
 Each kind of content is drawn once, as a pool of 32 MiB, and every tensor is a run of its pool from a place that the
-seed and the tensor's number decide: the file is written as fast as the disk takes it, no tensor equals another, and no
-file system can leave holes. Values are of a size at which a forward pass stays finite: normal with a deviation of 0.02,
-and MXFP4 codes under exponents of 2^-14 to 2^-7, which every window of NVFP4 holds.
+seed and the tensor's number decide: the file is written as fast as the disk takes it, and no file system can leave
+holes. Values are of a size at which a forward pass stays finite: normal with a deviation of 0.02, and MXFP4 codes under
+exponents of 2^-14 to 2^-7, which every window of NVFP4 holds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["synthetic_bytes", "write_synthetic"]
 
 _POOL: Final = 32 << 20
 _CHUNK: Final = 8 << 20
+_MARK: Final = ".requant-random"
+"""Says that an unfinished folder is ours, and may be begun anew."""
 _DEVIATION: Final = 0.02
 _EXPONENTS: Final = (113, 121)
 """E8M0 bytes from 2^-14 up to 2^-7: eight octaves."""
@@ -46,8 +48,8 @@ def write_synthetic(
 ) -> list[str]:
     """Write the checkpoint into `folder`, which must not exist; the shards' names. progress: bytes written since.
 
-    Everything lies under `<folder>.partial` until it is whole. UsageError: the folder exists. EnvironmentFault: the
-    disk is too small, or fails.
+    Everything lies under `<folder>.partial` until it is whole. UsageError: the folder exists, or something else lies
+    under that name. EnvironmentFault: the disk is too small, or fails.
     """
     if folder.exists():
         raise UsageError("exists already", where=str(folder), hint="choose another name, or remove it")
@@ -60,10 +62,18 @@ def write_synthetic(
         if free < total:
             message = f"{total / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free"
             raise EnvironmentFault(message, where=str(folder.parent), hint="fewer --layers, or another disk")
+        if partial.exists() and not (partial / _MARK).exists():  # an unfinished conversion of that name, perhaps
+            raise UsageError(
+                "is in the way, and not left by an earlier --random",
+                where=str(partial),
+                hint="what is not whole yet goes there: move it away, or choose another name",
+            )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        (partial / _MARK).touch()
         names = _write_shards(partial, _shards(specs, shard_size), seed, config, progress)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / _MARK).unlink()
         partial.rename(folder)
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error}", where=str(folder)) from error

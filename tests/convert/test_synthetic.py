@@ -195,9 +195,14 @@ def test_bad_requests_say_what_would_do(small, tmp_path):
         bad.write_text(text)
         with pytest.raises(SourceError, match=message):
             config_of(str(bad), None, None)
-    path = small("llama-3.1-8b", vocab_size="many")
-    with pytest.raises(SourceError, match="vocab_size is 'many'"):
-        write(path, tmp_path / "out")
+    for name, wrong, message in [
+        ("llama-3.1-8b", {"vocab_size": "many"}, "vocab_size is 'many'"),
+        ("llama-3.1-8b", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
+        ("deepseek-v4-flash", {"o_groups": 0}, "o_groups is 0"),
+        ("deepseek-v4-flash", {"compress_ratios": [0, 4]}, "compress_ratios has 2 entries for 3 layers"),
+    ]:
+        with pytest.raises(SourceError, match=message):
+            write(small(name, **wrong), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -216,6 +221,15 @@ def test_nothing_half_made_keeps_the_name(small, tmp_path, monkeypatch):
     monkeypatch.undo()
     write(small("gpt-oss-20b"), tmp_path / "out")
     assert [p.name for p in tmp_path.glob("out*")] == ["out"]
+    assert not (tmp_path / "out" / ".requant-random").exists()
+
+
+def test_an_unfinished_conversion_of_that_name_is_not_removed(small, tmp_path):
+    (tmp_path / "out.partial" / ".requant").mkdir(parents=True)
+    (tmp_path / "out.partial" / "model.safetensors.part").write_bytes(b"hours of work")
+    with pytest.raises(UsageError, match=r"out\.partial: is in the way"):
+        write(small("gpt-oss-20b"), tmp_path / "out")
+    assert (tmp_path / "out.partial" / "model.safetensors.part").read_bytes() == b"hours of work"
 
 
 def test_a_disk_that_is_too_small_is_known_before(small, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, cast
@@ -26,7 +26,7 @@ from requant.manifests.schema import NumericsGate
 from requant.validate.collector import Collector
 from requant.validate.modules import Module
 from requant.validate.numerics_blocks import Tally
-from requant.validate.numerics_compare import Result, compare, compare_copy, look_again
+from requant.validate.numerics_compare import Result, compare, compare_kept, look_again
 from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import OpenedFolder, open_folder
 from requant.validate.pairing import Pair, Pairing, pair_checkpoints
@@ -93,7 +93,7 @@ def check_numerics(
     advance = _meter(progress, both.theirs.nbytes)
     before, after = MappedReader(both.theirs), MappedReader(both.ours)
     for copy in both.census.copies:
-        judge_copy(compare_copy(copy, before, after), copy.output.name, both.found)
+        judge_copy(compare_kept(copy, both.theirs.tensors, before, after), copy.output.name, both.found)
         advance(copy.output.nbytes)
     results = [compare(name, pairs, before, after, advance) for name, pairs in both.groups.items()]
     spans = fused_spans(results, before, after)
@@ -112,16 +112,23 @@ class Both:
     found: Collector
 
 
-def open_both(source: Path, output: Path, *, complete: bool = False) -> Both:
-    """Open both sides and pair their tensors, from headers alone; if both are complete, by their global scales too."""
+def open_both(source: Path, output: Path, *, complete: bool = False, restated: Collection[str] = frozenset()) -> Both:
+    """Open both sides and pair their tensors, from headers alone; if both are complete, by their global scales too.
+
+    restated: NVFP4 modules that are known to have other global scales, where not both are complete.
+    """
     found, doubts = Collector(), Collector()
     theirs, ours = open_folder(source, doubts), open_folder(output, Collector())
     for finding in doubts.findings():
         if finding.rule in _SOURCE_FAULTS and finding.severity == "error":
             found.error(finding.rule, f"source: {finding.message}", where=finding.where, hint=finding.hint)
     configs = (theirs.config, ours.config)
-    restated = _restated(theirs, ours) if complete else None
-    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output), configs, restated)
+
+    def known(module: Module, _: Module) -> bool:
+        return module.name in restated
+
+    differs = _restated(theirs, ours) if complete else known
+    census = pair_checkpoints(theirs.tensors, ours.tensors, _drop_rules(output), configs, differs)
     _judge_census(census, found)
     groups: dict[str, list[Pair]] = {}
     for pair in census.pairs:

@@ -8,7 +8,7 @@ all blocks (then only the live ones count). What comes out is one `Result` per o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,12 +32,14 @@ from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import Tensor
 from requant.validate.pairing import Copy, Pair, Weight
 
-__all__ = ["Result", "compare", "compare_copy", "look_again"]
+__all__ = ["Result", "compare", "compare_kept", "look_again"]
 
 _TILE_BYTES: Final = 2 << 20
 """Codes, or bytes of a copied tensor, read at a time and per side."""
 _TURNED: Final = 2.0**-23
 """How far from 1 a scale times its FP32 reciprocal may be: one step of FP32."""
+_FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_OF_ALL: Final = {"input_scale": max, "input_global_scale": min}
 _TILE_VALUES: Final = 1 << 17
 """Plain weights decoded at a time: 1 MB per float64 array."""
 
@@ -194,6 +196,24 @@ def compare_copy(copy: Copy, before: MappedReader, after: MappedReader) -> str:
             what = "is all zeros, its source is not" if zeros else "differs from its source"
             return f"{what}: {changed:,} bytes in rows {start:,} to {stop - 1:,}, the first that differ"
     return ""
+
+
+def compare_kept(copy: Copy, theirs: Mapping[str, Tensor], before: MappedReader, after: MappedReader) -> str:
+    """compare_copy, but for an activation scale that became that of all weights that a runtime fuses. theirs: by name.
+
+    The largest amax holds every one of them: the largest input_scale, the least input_global_scale.
+    """
+    wrong = compare_copy(copy, before, after)
+    module, _, suffix = copy.output.name.rpartition(".")
+    parent, _, leaf = module.rpartition(".")
+    if not wrong or suffix not in _OF_ALL or copy.output.dtype != "F32":
+        return wrong
+    fused = next((leaves for leaves in _FUSED if leaf in leaves), ())
+    partners = [theirs[name] for name in (f"{parent}.{other}.{suffix}" for other in fused) if name in theirs]
+    if len(partners) < 2 or any(partner.dtype != "F32" for partner in partners):
+        return wrong
+    shared = _OF_ALL[suffix](before.scalar(partner) for partner in partners)
+    return "" if after.scalar(copy.output) == shared else wrong
 
 
 def _planes(weight: Weight, reader: MappedReader, start: int, stop: int) -> Planes:

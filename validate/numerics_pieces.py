@@ -9,6 +9,7 @@ no piece held is an error, not an omission.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from requant.manifests.schema import NumericsGate
+from requant.validate.modules import Kind, modules_of
 from requant.validate.numerics import Both, conclude, fused_spans, judge_copy, open_both
 from requant.validate.numerics_blocks import Tally
-from requant.validate.numerics_compare import Result, compare, compare_copy
+from requant.validate.numerics_compare import Result, compare, compare_kept
 from requant.validate.numerics_read import MappedReader
 from requant.validate.pairing import Copy, Pair
 from requant.validate.results import StageResult
@@ -31,8 +33,11 @@ class PiecewiseNumerics:
 
     def __init__(self, source: Path, output: Path, record: Path) -> None:
         self._started = time.perf_counter()
-        self._both: Both = open_both(source, output)
+        self._folders = source, output
         self._record = record
+        self._restated: set[str] = set()
+        self._both: Both = open_both(source, output)
+        self._scalars = _copied_scalars(self._both)
         self._results: dict[str, Result] = {}
         self._copies: dict[str, str] = {}
         self._read()
@@ -54,9 +59,18 @@ class PiecewiseNumerics:
         after = MappedReader(replace(self._both.ours, path=output))
         there = frozenset(tensors)
         lines: list[dict[str, Any]] = []
+        if moved := [
+            name
+            for name, copy in self._scalars.items()
+            if copy.source.name in there
+            and name not in self._restated
+            and before.scalar(copy.source) != after.scalar(copy.output)
+        ]:
+            lines += [{"restated": name} for name in moved]
+            self._restate(moved)
         for copy in self._both.census.copies:
             if copy.source.name in there and copy.output.name not in self._copies:
-                self._copies[copy.output.name] = compare_copy(copy, before, after)
+                self._copies[copy.output.name] = compare_kept(copy, self._both.theirs.tensors, before, after)
                 lines.append({"copy": copy.output.name, "wrong": self._copies[copy.output.name]})
         fresh = [
             compare(name, pairs, before, after, lambda _: None)
@@ -69,6 +83,8 @@ class PiecewiseNumerics:
             lines.append({"weight": result.name, **_facts(result)})
         with self._record.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(line, default=_plain) + "\n" for line in lines)
+            stream.flush()
+            os.fsync(stream.fileno())  # what is judged may be freed now, and cannot be judged again
 
     def result(self, gate: NumericsGate | None) -> StageResult:
         """The stage's result over all pieces."""
@@ -79,6 +95,11 @@ class PiecewiseNumerics:
         for name in both.groups.keys() - self._results.keys():
             both.found.error("not-compared", "no piece of the run held it", where=name, hint="convert again")
         return conclude(both, results, fused_spans(results), gate, time.perf_counter() - self._started)
+
+    def _restate(self, modules: Collection[str]) -> None:
+        """These stand under the same names with another global scale: their numbers are compared, not their bytes."""
+        self._restated.update(modules)
+        self._both = open_both(*self._folders, restated=self._restated)
 
     def _judge_copy(self, copy: Copy) -> None:
         name = copy.output.name
@@ -91,15 +112,27 @@ class PiecewiseNumerics:
         """What an interrupted run has judged already; a line that the interruption cut off ends it."""
         if not self._record.exists():
             return
+        known: list[dict[str, Any]] = []
         for line in self._record.read_text(encoding="utf-8").splitlines():
             try:
-                facts = cast("dict[str, Any]", json.loads(line))
+                known.append(cast("dict[str, Any]", json.loads(line)))
             except ValueError:
                 break
+        if moved := {str(facts["restated"]) for facts in known if "restated" in facts}:
+            self._restate(moved)
+        for facts in known:
             if "copy" in facts:
                 self._copies[facts["copy"]] = facts["wrong"]
             elif facts.get("weight") in self._both.groups:
                 self._results[facts["weight"]] = _result(facts, self._both.groups[facts["weight"]])
+
+
+def _copied_scalars(both: Both) -> dict[str, Copy]:
+    """Global scales that stand under the same names on both sides, by module."""
+    copies = {copy.output.name: copy for copy in both.census.copies}
+    modules = [module for module in modules_of(both.ours.tensors).values() if module.kind is Kind.NVFP4]
+    found = {module.name: copies.get(module.global_scale.name) for module in modules if module.global_scale is not None}
+    return {name: copy for name, copy in found.items() if copy is not None}
 
 
 def _sources(pairs: list[Pair]) -> set[str]:

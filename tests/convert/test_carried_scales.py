@@ -9,6 +9,7 @@ from requant.kernels.reference import dequantize_nvfp4
 from requant.manifests.errors import SourceError
 from requant.validate.contract import check_contract
 from requant.validate.numerics import check_numerics
+from requant.validate.numerics_pieces import PiecewiseNumerics
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 KEEP = {"match": "*", "to": "keep"}
@@ -233,6 +234,43 @@ def test_powers_of_two_apart_move_into_the_block_scales_and_no_number_changes(ki
     if dialect == target:
         result = check_numerics(source, output, None)
         assert result.status == "passed", result.findings
+        record = kit.tmp / "judged.jsonl"
+        for judge in (PiecewiseNumerics(source, output, record), PiecewiseNumerics(source, output, record)):
+            judge.piece(source, output, judge.unjudged())  # nothing the second time: it goes on with the record
+            piecewise = judge.result(None)
+            assert (piecewise.status, piecewise.findings) == (result.status, result.findings)
+            assert (piecewise.data, piecewise.reason) == (result.data, result.reason)
+
+
+@pytest.mark.parametrize("given", [{"q_proj": 3e-4, "k_proj": 3e-4, "v_proj": 3e-4, "o_proj": 2e-4}, POWERS])
+def test_a_relayout_that_shares_activation_scales_is_signed_off(kit, given):
+    tensors = packed(kit, given)
+    for leaf, scale in INPUTS.items():
+        tensors[f"{ATTENTION}.{leaf}.input_scale"] = ("F32", (), kit.f32(scale))
+    source = checkpoint(kit, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    output, _ = kit.convert(source, RELAYOUT, format="nvfp4", layout="modelopt", runtimes=["vllm"])
+    after = kit.load(output)
+    found = {leaf: f32(after, f"{ATTENTION}.{leaf}.input_scale") for leaf in INPUTS}
+    assert found == {"q_proj": 0.5, "k_proj": 0.5, "v_proj": 0.5, "o_proj": 0.75}
+    result = check_numerics(source, output, None)
+    assert result.status == "passed", result.findings
+    judge = PiecewiseNumerics(source, output, kit.tmp / "judged.jsonl")
+    judge.piece(source, output, judge.unjudged())
+    assert judge.result(None).data == result.data
+    assert judge.result(None).status == "passed"
+
+
+@pytest.mark.parametrize("wrong", ["k_proj", "o_proj"])
+def test_an_activation_scale_that_is_nobodys_is_no_shared_one(kit, wrong):
+    given = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 3e-4)
+    tensors = packed(kit, given)
+    for leaf, scale in INPUTS.items():
+        tensors[f"{ATTENTION}.{leaf}.input_scale"] = ("F32", (), kit.f32(scale))
+    source = checkpoint(kit, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    tensors[f"{ATTENTION}.{wrong}.input_scale"] = ("F32", (), kit.f32(0.25))
+    spoiled = checkpoint(kit, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "spoiled")
+    found = {f.where for f in check_numerics(source, spoiled, None).findings if f.rule == "copy-differs"}
+    assert f"{ATTENTION}.{wrong}.input_scale" in found
 
 
 def test_the_common_scale_leaves_no_block_scale_out_of_range(kit):

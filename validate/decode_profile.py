@@ -23,16 +23,17 @@ KINDS: Final = ("moe", "attention", "dense", "norm", "other")
 _STEPS: Final = 3
 _TENSOR, _CUDA = "tensor cores", "CUDA cores"
 _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
-    (r"w4a16_stream_kernel|w4a16_kernel<[^,]*, *0,", "moe", _TENSOR),
+    (r"w4a16_(stream|grouped)_kernel|w4a16_kernel<[^,]*, *0,", "moe", _TENSOR),
     (r"w4a16", "dense", _TENSOR),
     (r"^grouped$|grouped_mm|GroupedGemm|grouped_gemm", "moe", _TENSOR),
     (r"route_kernel|^gate$", "moe", _CUDA),
     (r"^attend$", "attention", _TENSOR),
+    (r"sgemm|simt|gemmSN", "dense", _CUDA),
     (r"^skinny$|nvjet|cutlass|xmma|gemm(?!v)", "dense", _TENSOR),
     (r"^vector$|gemv|splitK", "dense", _CUDA),
     (r"^add_norm$|^choose$", "norm", _CUDA),
 )
-"""(pattern, kind, unit), the first that matches: kernels/triton/{decode,bf16}.py, csrc/w4a16*.cuh, cuBLAS, CUTLASS."""
+"""(pattern, kind, unit), the first that matches: kernels/triton/, csrc/w4a16*.cuh, cuBLAS, CUTLASS."""
 
 
 @dataclass(frozen=True, slots=True)

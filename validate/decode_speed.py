@@ -43,6 +43,8 @@ _KINDS: Final = {
     "norm": "norms and the router",
     "other": "what is left (embedding, argmax, copies)",
 }
+_BREAKS: Final = (MemoryError, RuntimeError, ValueError)
+"""What a kernel, a launch or an allocation may raise."""
 Point = dict[str, JSON]
 
 
@@ -56,10 +58,13 @@ class Measured:
     findings: list[Finding] = field(default_factory=list[Finding])
 
     def speedups(self, baseline: str) -> dict[int, float]:
-        """Steps per second of the converted model as a multiple of the baseline's, by concurrency."""
-        theirs = {_int(p, "concurrency"): _float(p, "step_us_median") for p in self.runs.get(baseline, [])}
-        ours = {_int(p, "concurrency"): _float(p, "step_us_median") for p in self.runs.get("converted", [])}
-        return {c: theirs[c] / ours[c] for c in ours if c in theirs}
+        """Steps per second of the converted model as a multiple of the baseline's, by concurrency; only of those at
+        which both decoded as many streams at a time."""
+        theirs, ours = (
+            {(_int(p, "concurrency"), _int(p, "batch")): _float(p, "step_us_median") for p in self.runs.get(name, [])}
+            for name in (baseline, "converted")
+        )
+        return {at[0]: theirs[at] / us for at, us in ours.items() if at in theirs}
 
 
 def measure_model(
@@ -73,12 +78,15 @@ def measure_model(
 ) -> Measured:
     """Measure all three. read_gbps: the card's read bandwidth; None on a CPU, which has no roofline here.
 
-    ModelUnavailableError: the converted model cannot run; of the others the reason is kept in `missing`.
+    ModelUnavailableError: the converted model cannot be loaded; why one of them broke off, or a baseline cannot be
+    loaded, is kept in `missing`, beside what was measured before.
     """
     measured = Measured()
     bench = _Bench(gate, read_gbps, device, progress, measured)
     bench.converted(output)
-    if source is None or not source.is_dir():
+    if "converted" in measured.missing:
+        pass
+    elif source is None or not source.is_dir():
         measured.missing["source"] = "its folder is not here"
     else:
         bench.attempt("source", lambda: load_decoder(source, device=device, positions=bench.capacity))
@@ -108,8 +116,14 @@ class _Bench:
 
     def converted(self, output: Path) -> None:
         """The checkpoint that is judged, and on a GPU the same numbers in BF16."""
-        target = load_decoder(output, device=self._device, positions=self.capacity)
-        self.run("converted", target)
+        try:
+            target = load_decoder(output, device=self._device, positions=self.capacity)
+            self.run("converted", target)
+        except ModelUnavailableError:
+            raise
+        except _BREAKS as error:
+            self._measured.missing["converted"] = _why(error)
+            return
         if any(matrix.packed is not None for matrix in target.matrices()):
             self.attempt("bf16", lambda: _in_bf16(target))
 
@@ -119,8 +133,8 @@ class _Bench:
             self.run(name, make())
         except ModelUnavailableError as error:
             self._measured.missing[name] = str(error)
-        except torch.OutOfMemoryError:
-            self._measured.missing[name] = "the GPU has too little memory for its weights"
+        except _BREAKS as error:
+            self._measured.missing[name] = _why(error)
 
     def run(self, name: str, decoder: Decoder) -> None:
         """Measure one decoder at every concurrency."""
@@ -215,6 +229,14 @@ def bottleneck(name: str, streams: int, point: Point, parts: Sequence[dict[str, 
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
+def _why(error: BaseException) -> str:
+    """Why a run broke off, in one line."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "memory does not suffice for its weights and one stream"
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"it broke off with {type(error).__name__}: {first}"
+
+
 def _in_bf16(decoder: Decoder) -> Decoder:
     """The same numbers in BF16, layer by layer."""
     layers = [
@@ -283,9 +305,9 @@ def _summary(waves: Sequence[Wave], streams: int) -> Point:
 
 
 def _p95(values: Sequence[float]) -> float:
-    """The value that 95% do not exceed, of those that occurred."""
+    """The least value that 95% do not exceed, of those that occurred."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return ordered[-(-95 * len(ordered) // 100) - 1]
 
 
 def _float(point: dict[str, JSON], key: str) -> float:

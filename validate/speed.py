@@ -178,6 +178,10 @@ def check_speed(
         bench = bench_kernels(output, tokens=gate.concurrency, device=device, progress=progress)
     except (SourceError, KernelUnavailableError) as error:
         return StageResult(STAGE, Status.NOT_RUN, f"the kernels cannot be timed: {error}", device="")
+    except (MemoryError, RuntimeError, ValueError) as error:  # a launch or an allocation
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = f"timing the kernels broke off with {type(error).__name__}: {first}"
+        return StageResult(STAGE, Status.NOT_RUN, reason, device="")
     findings = [
         Finding(
             "beyond-bound",
@@ -217,7 +221,6 @@ def _model_part(
     progress: Progress | None,
 ) -> str:
     """Measure the model and judge it; what it gave goes to data and findings. Why it could not be measured, or ""."""
-    import torch
     from requant.kernels.empty_model import ModelUnavailableError
     from requant.validate.decode_speed import measure_model
 
@@ -232,8 +235,6 @@ def _model_part(
         )
     except ModelUnavailableError as error:
         return str(error)
-    except torch.OutOfMemoryError:
-        return "the GPU has too little memory for one stream"
     data.update(measured.data)
     findings += measured.findings
     return _judge(measured, gate, data, findings)
@@ -241,6 +242,8 @@ def _model_part(
 
 def _judge(measured: Measured, gate: SpeedGate, data: dict[str, JSON], findings: list[Finding]) -> str:
     """Findings for every bound that is not kept; what a bound needs and was not measured, or ""."""
+    if "converted" in measured.missing:
+        return measured.missing["converted"]
     first = measured.runs["converted"][0]
     for key in ("breakdown", "bottleneck"):
         if key in first:
@@ -250,8 +253,12 @@ def _judge(measured: Measured, gate: SpeedGate, data: dict[str, JSON], findings:
     if gate.min_speedup is not None:
         if not speedups:
             return f"min_speedup needs {gate.baseline}: {measured.missing.get(gate.baseline, 'not measured here')}"
+        lacking = [str(p["concurrency"]) for p in measured.runs["converted"] if p["concurrency"] not in speedups]
+        if lacking:
+            why = measured.missing.get(gate.baseline, "the two did not decode as many streams at a time")
+            return f"min_speedup needs {gate.baseline} at {', '.join(lacking)} streams too: {why}"
         for streams, ratio in speedups.items():
-            if ratio < gate.min_speedup:
+            if not ratio >= gate.min_speedup:
                 message = (
                     f"at {streams} streams {ratio:.3f} times the speed of {gate.baseline}, under {gate.min_speedup:g}"
                 )
@@ -265,7 +272,10 @@ def _judge(measured: Measured, gate: SpeedGate, data: dict[str, JSON], findings:
             continue
         if not isinstance(value, int | float):
             return f"{name} needs a GPU"
-        if value < bound:
+        if first.get("batch") != first["concurrency"]:
+            streams, batch = first["concurrency"], first.get("batch")
+            return f"{name} is of {streams} streams, and memory sufficed for {batch} at a time"
+        if not value >= bound:
             message = f"{key} is {value:g} at {first['concurrency']} streams, under {bound:g}"
             findings.append(Finding("too-slow", "error", message, hint=name))
     return ""

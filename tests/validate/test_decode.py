@@ -132,7 +132,16 @@ def test_fp4_counts_as_stored_and_bf16_as_what_it_becomes():
         ("void requant::w4a16_stream_kernel<(requant::Format)0, 4, 12>", "moe", "tensor cores"),
         ("void requant::w4a16_wgmma_kernel<(requant::Format)0, 16>", "dense", "tensor cores"),
         ("requant::(anonymous namespace)::route_kernel(int const*, int, int)", "moe", "CUDA cores"),
+        ("w4a16_triton_kernel", "dense", "tensor cores"),
+        ("w4a16_grouped_kernel", "moe", "tensor cores"),
         ("attend", "attention", "tensor cores"),
+        ("ampere_sgemm_128x64_tn", "dense", "CUDA cores"),
+        ("void cutlass::Kernel<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>", "dense", "CUDA cores"),
+        ("void gemmSN_TN_kernel<float, 128, 16, 2, 4, 8>", "dense", "CUDA cores"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64", "dense", "tensor cores"),
+        ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_32x6_tn", "dense", "tensor cores"),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "dense", "tensor cores"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "dense", "CUDA cores"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense", "tensor cores"),
         ("vector", "dense", "CUDA cores"),
         ("void gemv2T_kernel_val<int, __nv_bfloat16>", "dense", "CUDA cores"),
@@ -262,7 +271,7 @@ def test_a_source_that_cannot_run_is_named_and_the_rest_kept(monkeypatch):
 def test_the_stage_judges_its_bounds(monkeypatch):
     from requant.validate import speed
 
-    run = [{"concurrency": 1, "stream_tokens_per_s": 600.0, "of_roofline": 0.52, "step_us_median": 1666.0}]
+    run = [{"concurrency": 1, "batch": 1, "stream_tokens_per_s": 600.0, "of_roofline": 0.52, "step_us_median": 1666.0}]
     slow = [{**run[0], "step_us_median": 3000.0}]
     found = decode_speed.Measured(runs={"converted": run, "bf16": slow}, missing={"source": "it is FP8"})
 
@@ -276,6 +285,23 @@ def test_the_stage_judges_its_bounds(monkeypatch):
     assert judged(min_roofline=0.6) == ("", ["of_roofline is 0.52 at 1 streams, under 0.6"])
     assert judged(min_tokens_per_s=601.0) == ("", ["stream_tokens_per_s is 600 at 1 streams, under 601"])
     assert judged(baseline="source", min_speedup=1.0) == ("min_speedup needs source: it is FP8", [])
+    more = {**run[0], "concurrency": 16, "batch": 16}
+    found.runs["converted"] = [*run, more]
+    found.missing["bf16"] = "memory does not suffice for its weights and one stream"
+    said = "min_speedup needs bf16 at 16 streams too: memory does not suffice for its weights and one stream"
+    assert judged(min_speedup=1.5) == (said, [])
+    found.runs["bf16"] = [*slow, {**more, "batch": 8, "step_us_median": 9000.0}]
+    del found.missing["bf16"]
+    said = "min_speedup needs bf16 at 16 streams too: the two did not decode as many streams at a time"
+    assert judged(min_speedup=1.5) == (said, [])
+    found.runs["bf16"][1]["batch"] = 16
+    assert judged(min_speedup=1.5) == ("", [])
+    found.runs["bf16"][1]["step_us_median"] = float("nan")
+    assert judged(min_speedup=1.5) == ("", ["at 16 streams nan times the speed of bf16, under 1.5"])
+    found.runs["converted"] = [{**run[0], "concurrency": 8, "batch": 4}]
+    said = "min_tokens_per_s is of 8 streams, and memory sufficed for 4 at a time"
+    assert judged(min_tokens_per_s=1.0) == (said, [])
+    found.runs["converted"] = run
     del run[0]["of_roofline"]
     assert judged(min_roofline=0.1) == ("min_roofline needs a GPU", [])
 
@@ -289,6 +315,56 @@ def test_slots_are_sorted_for_the_kernel_that_reads_them(monkeypatch, triton):
     monkeypatch.setattr(w4a16, "uses_triton", lambda: triton)
     make_glue(SimpleNamespace(embedding=SimpleNamespace(is_cuda=True)), pdl=False)
     assert made == [{"pdl": False, "routes": not triton}]
+
+
+def test_what_was_measured_before_a_run_broke_off_is_kept_and_nothing_of_it_passes(monkeypatch):
+    from requant.validate import speed
+
+    class Breaks(Engine):
+        def capture(self):
+            if self.streams > 1:
+                raise RuntimeError("CUDA error: an illegal address\nmore")
+
+    gate = SpeedGate(device="cpu", concurrency=(1, 4), requests=(2, 6), prompt_tokens=6, output_tokens=5)
+    found, _ = measured(monkeypatch, gate=gate, Engine=Breaks)
+    said = "it broke off with RuntimeError: CUDA error: an illegal address"
+    assert found.missing == {"converted": said}
+    assert [p["concurrency"] for p in found.data["runs"][0]["points"]] == [1]
+    data = dict(found.data)
+    assert speed._judge(found, gate, data, []) == said
+    assert data["not_measured"] == {"converted": said}
+
+    def nothing(engine):
+        raise torch.OutOfMemoryError
+
+    found, _ = measured(monkeypatch, gate=gate, Engine=type("None", (Engine,), {"capture": nothing}))
+    assert speed._judge(found, gate, {}, []) == "memory does not suffice for its weights and one stream"
+
+
+def test_a_baseline_that_breaks_off_is_no_baseline_at_every_concurrency(monkeypatch):
+    from requant.validate import speed
+
+    seen = []
+
+    class Breaks(Engine):
+        def capture(self):
+            seen.append(self.streams)
+            if len(seen) == 4:  # the source, at the second concurrency
+                raise RuntimeError("broken")
+
+    gate = SpeedGate(
+        device="cpu", concurrency=(1, 4), requests=(2, 4), prompt_tokens=6, output_tokens=5, min_speedup=1e-6
+    )
+    found, _ = measured(monkeypatch, gate=gate, Engine=Breaks)
+    assert set(found.speedups("source")) == {1}
+    said = speed._judge(found, gate, {}, [])
+    assert said == "min_speedup needs source at 4 streams too: it broke off with RuntimeError: broken"
+
+
+def test_the_95th_percentile_is_the_least_value_that_95_percent_do_not_exceed():
+    assert [decode_speed._p95(range(1, n + 1)) for n in (1, 8, 19, 20, 21, 60, 100, 101)] == [
+        1, 8, 19, 19, 20, 57, 95, 96
+    ]  # fmt: skip
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

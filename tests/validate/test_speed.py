@@ -178,6 +178,18 @@ def test_the_kernel_part_alone_never_passes_the_gate(no_gpu, monkeypatch):
     assert len(result.data["kernels"]["points"]) == 8
 
 
+def test_kernels_that_break_off_are_a_reason_and_not_a_crash(no_gpu, monkeypatch):
+    def broken(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(speed, "bench_kernels", broken)
+    result = check_speed(LLAMA, SpeedGate(device="cpu"))
+    assert (result.status, result.device) == (Status.NOT_RUN, "")
+    assert result.reason == (
+        "timing the kernels broke off with OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+
+
 def test_wrong_outputs_fail_the_gate(no_gpu, monkeypatch):
     bench = bench_kernels(LLAMA, tokens=(1,))
     bad = replace(bench, points=(replace(bench.points[0], of_bound=float("inf")), *bench.points[1:]))

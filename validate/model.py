@@ -174,17 +174,12 @@ def _judge(measured: Measurement, limits: Limits, found: list[Finding]) -> None:
     }
     if positions is None or answers is None:
         raise ModelUnavailableError("nothing was measured")
-    if not all(np.isfinite(values).all() for values in (positions.kl, positions.nll_source, positions.nll_target)):
-        where = int(np.argmin(np.isfinite(positions.kl + positions.nll_source + positions.nll_target)))
-        found.append(
-            Finding(
-                "not-finite",
-                "error",
-                f"logits hold NaN or infinity from token {where} on",
-                hint="run validate --only numerics",
-            )
-        )
-        return
+    for part, of in ((positions, ""), (answers, " of the source's answers")):
+        finite = np.isfinite(part.kl + part.nll_source + part.nll_target)
+        if not finite.all():
+            message = f"logits hold NaN or infinity from token {int(np.argmin(finite))}{of} on"
+            found.append(Finding("not-finite", "error", message, hint="run validate --only numerics"))
+            return
     kl, ratio = mean_of(positions.kl), ratio_of(positions)
     along = float(answers.kl.mean())
     if limits.max_kl is not None and max(kl.value, along) > limits.max_kl:
@@ -203,7 +198,8 @@ def _judge(measured: Measurement, limits: Limits, found: list[Finding]) -> None:
         found.append(Finding("greedy-differs", "error", message))
     if limits.max_ppl_ratio is None:
         return
-    verdict = Verdict.NOT_INFERIOR if not kl.value else ratio.verdict(limits.max_ppl_ratio)
+    equal = not kl.value and limits.max_ppl_ratio >= 1
+    verdict = Verdict.NOT_INFERIOR if equal else ratio.verdict(limits.max_ppl_ratio)
     data["perplexity_verdict"] = verdict.value
     if verdict is not Verdict.NOT_INFERIOR:
         interval = "" if ratio.low is None or ratio.high is None else f" (95%: {ratio.low:.3f} to {ratio.high:.3f})"

@@ -124,3 +124,40 @@ def test_without_lm_eval_a_gate_with_tasks_names_the_extra_before_anything_runs(
 )
 def test_only_a_numerics_stage_that_passed_makes_weights_equal(status, data, equal):
     assert weights_equal(StageResult("numerics", status, "", data=data)) is equal
+
+
+def judged(kl, answers_kl, *, max_kl=None, max_ppl_ratio=None):
+    """Findings on 256 positions of a text and of answers, with these KLs; the perplexities are equal."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    from requant.validate.divergence import Positions
+    from requant.validate.model import Limits, _judge
+
+    def positions(values):
+        some = np.broadcast_to(np.asarray(values, dtype=np.float64), 256)
+        return Positions(some, np.ones(256), np.full(256, 2.0), np.full(256, 2.0))
+
+    found = []
+    measured = SimpleNamespace(
+        data={}, positions=positions(kl), answers=positions(answers_kl), identical=True, first_difference=[None]
+    )
+    _judge(measured, Limits(max_kl, max_ppl_ratio, False, "manifest"), found)
+    return [(finding.rule, finding.message) for finding in found]
+
+
+def test_answers_that_are_no_numbers_do_not_pass_beside_a_text_that_is_fine():
+    import numpy as np
+
+    spoilt = np.full(256, 0.1)
+    assert judged(0.1, spoilt, max_kl=0.2) == []
+    assert judged(0.1, 0.3, max_kl=0.2)[0][0] == "kl-over-bound"
+    spoilt[70] = np.nan
+    said = "logits hold NaN or infinity from token 70"
+    assert judged(0.1, spoilt, max_kl=0.2) == [("not-finite", f"{said} of the source's answers on")]
+    assert judged(spoilt, 0.1, max_kl=0.2) == [("not-finite", f"{said} on")]
+
+
+def test_equal_models_have_a_ratio_of_one_and_keep_no_bound_below_it():
+    assert judged(0.0, 0.0, max_ppl_ratio=1.0) == []
+    assert [rule for rule, _ in judged(0.0, 0.0, max_ppl_ratio=0.99)] == ["perplexity-over-bound"]

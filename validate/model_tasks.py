@@ -1,9 +1,10 @@
 """lm-eval tasks on both models of the stage `model`: the same questions, with errors and a verdict.
 
 Tasks and their data are files in a folder that the manifest names; lm-eval's own tasks are not looked at, and nothing
-is fetched. The models are those already loaded, FP4 modules and all. The first metric of a task is judged: the target
-may score less than the source by `margin`, and the whole one-sided interval of the paired differences counts
-(paired.py). Where weights equal their source on the CPU reference path, every score must be equal.
+is fetched. The models are those already loaded, FP4 modules and all. The first metric of a task is judged, and must be
+better where it is higher: the target may score less than the source by `margin`, and the whole one-sided interval of
+the paired differences counts (paired.py). Where weights equal their source on the CPU reference path, every score must
+be equal.
 
 lm-eval comes with the extra `requant[eval]`. It is imported only if a manifest asks for tasks.
 """
@@ -114,7 +115,8 @@ def _scores(measured: Measurement, arm: str, task: str, wanted: LmEval) -> dict[
     batch = wanted.batch_size
     while True:
         try:
-            scores = _by_metric(_samples(measured, arm, task, wanted, batch), task)
+            samples, better = _samples(measured, arm, task, wanted, batch)
+            scores = _by_metric(samples, better, task)
             break
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error) or batch == 1:
@@ -125,8 +127,11 @@ def _scores(measured: Measurement, arm: str, task: str, wanted: LmEval) -> dict[
     return scores
 
 
-def _samples(measured: Measurement, arm: str, task: str, wanted: LmEval, batch: int) -> Sequence[Mapping[str, Any]]:
-    """What lm-eval noted of every question. Relative paths in a task are from its folder."""
+def _samples(
+    measured: Measurement, arm: str, task: str, wanted: LmEval, batch: int
+) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, bool | None]]:
+    """What lm-eval noted of every question, and of every metric whether higher is better. Relative paths in a task are
+    from its folder."""
     lm_eval = importlib.import_module("lm_eval")
     model: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     tasks: Any = importlib.import_module("lm_eval.tasks")
@@ -151,11 +156,17 @@ def _samples(measured: Measurement, arm: str, task: str, wanted: LmEval, batch: 
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             message = f"lm-eval broke off at task {task} with {type(error).__name__}: {first}"
             raise ModelUnavailableError(message) from error
-    return cast("Sequence[Mapping[str, Any]]", results["samples"][task])
+    samples = cast("Sequence[Mapping[str, Any]]", results["samples"][task])
+    return samples, cast("Mapping[str, bool | None]", results["higher_is_better"].get(task) or {})
 
 
-def _by_metric(samples: Sequence[Mapping[str, Any]], task: str) -> dict[str, list[float]]:
-    """Numbers by metric, of the first filter alone. ModelUnavailableError where no metric gives a number a question."""
+def _by_metric(
+    samples: Sequence[Mapping[str, Any]], better: Mapping[str, bool | None], task: str
+) -> dict[str, list[float]]:
+    """Numbers by metric, of the first filter alone. better: of each metric whether higher is better.
+
+    ModelUnavailableError where no metric gives a number a question, or the first that does is better where it is lower.
+    """
     own = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     own.sort(key=lambda sample: int(sample["doc_id"]))
     found: dict[str, list[float]] = {}
@@ -165,6 +176,10 @@ def _by_metric(samples: Sequence[Mapping[str, Any]], task: str) -> dict[str, lis
             found[metric] = [float(value) for value in values]
     if not found:
         raise ModelUnavailableError(f"lm-eval task {task} has no metric with a number for each question")
+    judged = next(iter(found))
+    if better.get(judged) is False:
+        message = f"lm-eval task {task}: its first metric, {judged}, is better where it is lower, and is what is judged"
+        raise ModelUnavailableError(f"{message}: list one first that is better where it is higher")
     return found
 
 

@@ -1,9 +1,10 @@
 """Two models' scores on the same questions: is the second no worse, by more than a margin, and how sure is that.
 
 Judged are the differences question by question, which cancel what is hard about the questions. For scores of 0 and 1
-the interval is that of Agresti and Min (2005), which adds half a question to each of the four cells: ten questions on
-which both models do alike are no proof that a thousand would be, and here they are none. Other scores have the standard
-error of the mean difference.
+the error is that of Agresti and Min (2005), who add half a question to each of the four cells: ten questions on which
+both models do alike are no proof that a thousand would be, and here they are none. The interval lies about the
+difference itself, not about theirs, which is drawn towards 0. Other scores have the standard error of the mean
+difference.
 """
 
 from __future__ import annotations

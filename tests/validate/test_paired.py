@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from requant.kernels.empty_model import ModelUnavailableError
 from requant.validate.divergence import Verdict
-from requant.validate.model_tasks import judge_task
+from requant.validate.model_tasks import _by_metric, judge_task
 from requant.validate.paired import paired
 
 
@@ -75,3 +76,17 @@ def test_equal_weights_are_held_to_equal_scores_and_others_to_the_margin():
     assert finding.message == (
         "acc is 0.400, the source's 0.500; the difference of -0.100 +- 0.115 is inconclusive against a margin of 0.02"
     )
+
+
+def test_a_metric_that_is_better_where_it_is_lower_is_not_judged():
+    def samples(*metrics):
+        return [
+            {"filter": "none", "doc_id": n, "metrics": list(metrics), "wer": 0.1 * n, "acc": 1.0, "ppl": (0.5, 3)}
+            for n in (1, 0)
+        ]
+
+    better = {"wer": False, "acc": True, "ppl": False}
+    assert _by_metric(samples("ppl", "acc", "wer"), better, "t") == {"acc": [1.0, 1.0], "wer": [0.0, 0.1]}
+    assert _by_metric(samples("wer"), {}, "t") == {"wer": [0.0, 0.1]}
+    with pytest.raises(ModelUnavailableError, match="t: its first metric, wer, is better where it is lower"):
+        _by_metric(samples("wer", "acc"), better, "t")

@@ -137,12 +137,15 @@ def open_both(source: Path, output: Path, *, complete: bool = False, restated: C
 
 
 def _restated(theirs: OpenedFolder, ours: OpenedFolder) -> Callable[[Module, Module], bool]:
-    """Whether two NVFP4 modules of the same names have different global scales."""
+    """Whether two NVFP4 modules of the same names, dtypes and shapes have different global scales."""
     before, after = MappedReader(theirs), MappedReader(ours)
 
     def differs(module: Module, origin: Module) -> bool:
         one, other = module.global_scale, origin.global_scale
-        return one is not None and other is not None and after.scalar(one) != before.scalar(other)
+        if one is None or other is None:
+            return False
+        rows = max(1, one.shape[0]) if one.shape else 1
+        return after.rows(one, 0, rows).tobytes() != before.rows(other, 0, rows).tobytes()
 
     return differs
 

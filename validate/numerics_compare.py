@@ -177,12 +177,17 @@ def look_again(result: Result, before: MappedReader, after: MappedReader) -> Non
 
 
 def compare_copy(copy: Copy, before: MappedReader, after: MappedReader) -> str:
-    """The empty string if the output tensor holds the source's bytes, or else what is wrong with it."""
+    """The empty string if the output tensor holds the source's bytes (an input_scale of another dtype: its numbers), or
+    else what is wrong with it."""
     source, output = copy.source, copy.output
     if copy.expert is not None:
         rows = max(1, output.shape[0]) if output.shape else 1
         same = source.dtype == output.dtype and np.array_equal(before.part(copy), after.rows(output, 0, rows))
         return "" if same else f"differs from expert {copy.expert} of {source.name}"
+    if output.name.endswith(".input_scale") and source.dtype != output.dtype:  # BF16 in some of compressed-tensors'
+        theirs, ours = _numbers(source, before), _numbers(output, after)
+        if theirs is not None and ours is not None:
+            return "" if np.array_equal(theirs, ours) else f"is {ours.tolist()}, its source {theirs.tolist()}"
     if (source.dtype, source.shape) != (output.dtype, output.shape):
         return (
             f"is {output.dtype} {list(output.shape)}, its source {source.dtype} {list(source.shape)}, "
@@ -210,10 +215,21 @@ def compare_kept(copy: Copy, theirs: Mapping[str, Tensor], before: MappedReader,
         return wrong
     fused = next((leaves for leaves in _FUSED if leaf in leaves), ())
     partners = [theirs[name] for name in (f"{parent}.{other}.{suffix}" for other in fused) if name in theirs]
-    if len(partners) < 2 or any(partner.dtype != "F32" for partner in partners):
+    numbers = [found for partner in partners if (found := _numbers(partner, before)) is not None and found.size]
+    if len(partners) < 2 or len(numbers) < len(partners):
         return wrong
-    shared = _OF_ALL[suffix](before.scalar(partner) for partner in partners)
+    shared = _OF_ALL[suffix](float(found[0]) for found in numbers)
     return "" if after.scalar(copy.output) == shared else wrong
+
+
+def _numbers(tensor: Tensor, reader: MappedReader) -> NDArray[np.float32] | None:
+    """The values of a BF16, F16 or F32 tensor, flat; None of any other dtype."""
+    if tensor.dtype not in ("BF16", "F16", "F32"):
+        return None
+    raw = np.ascontiguousarray(reader.rows(tensor, 0, max(1, tensor.shape[0]) if tensor.shape else 1))
+    if tensor.dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view("<f2" if tensor.dtype == "F16" else "<f4").astype(np.float32)
 
 
 def _planes(weight: Weight, reader: MappedReader, start: int, stop: int) -> Planes:

@@ -132,7 +132,7 @@ def _copied_scalars(both: Both) -> dict[str, Copy]:
     copies = {copy.output.name: copy for copy in both.census.copies}
     modules = [module for module in modules_of(both.ours.tensors).values() if module.kind is Kind.NVFP4]
     found = {module.name: copies.get(module.global_scale.name) for module in modules if module.global_scale is not None}
-    return {name: copy for name, copy in found.items() if copy is not None}
+    return {name: copy for name, copy in found.items() if copy is not None and copy.output.dtype == "F32"}
 
 
 def _sources(pairs: list[Pair]) -> set[str]:

@@ -359,9 +359,6 @@ def _pair_copies(
         if name in source:
             if name in census.converted:
                 census.leftover.append(name)
-            elif name.endswith(".input_scale") and source[name].dtype != tensor.dtype:
-                census.converted.add(name)  # widened: BF16 in some exports of compressed-tensors
-                census.added.append(name)
             else:
                 census.copies.append(Copy(source[name], tensor))
             continue

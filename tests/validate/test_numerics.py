@@ -449,6 +449,39 @@ def test_compressed_tensors_in_and_out_with_the_global_scale_as_a_divisor(tmp_pa
     assert "misrounded" in rules(check_numerics(source, write(tmp_path / "wrong", wrong), LOSSLESS))
 
 
+def test_an_activation_scale_that_was_widened_is_still_the_sources_number(tmp_path: Path) -> None:
+    weight = np.random.default_rng(7).integers(0, 120, (32, 64), dtype=np.uint8)
+    x = "model.layers.0.mlp.down_proj"
+    kept = {f"{x}.weight": u8(weight, "F8_E4M3"), f"{x}.weight_scale": f32(0.5)}
+    source = write(tmp_path / "s", {**kept, f"{x}.input_scale": bf16(np.array([0.15625]))})
+    for number, wrong in ((0.15625, set()), (0.15626, {f"{x}.input_scale"})):
+        output = write(tmp_path / f"o{number}", {**kept, f"{x}.input_scale": f32(number)})
+        result = check_numerics(source, output, None)
+        assert {f.where for f in result.errors} == wrong
+        assert result.status is (Status.FAILED if wrong else Status.PASSED)
+
+
+def test_a_widened_activation_scale_may_be_that_of_the_weights_it_is_fused_with(tmp_path: Path) -> None:
+    weight = np.random.default_rng(7).integers(0, 120, (32, 64), dtype=np.uint8)
+    names = [f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up")]
+    kept = {f"{x}.weight": u8(weight, "F8_E4M3") for x in names} | {f"{x}.weight_scale": f32(0.5) for x in names}
+    theirs = {f"{x}.input_scale": bf16(np.array([s])) for x, s in zip(names, (0.5, 0.75), strict=True)}
+    source = write(tmp_path / "s", {**kept, **theirs})
+    for shared, wrong in ((0.75, set()), (0.5, {f"{names[1]}.input_scale"})):
+        output = write(tmp_path / f"o{shared}", {**kept, **{f"{x}.input_scale": f32(shared) for x in names}})
+        assert {f.where for f in check_numerics(source, output, None).errors} == wrong
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_kept_global_scale_that_is_no_f32_is_compared_by_its_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    codes, scales = random_mx(np.random.default_rng(8), 32, 64)
+    m, [(new, block)], _ = ref.repack_oracle([(codes, scales)])
+    x = "model.layers.0.mlp.down_proj"
+    kept = {**modelopt(x, new, block, m), f"{x}.weight_scale_2": bf16(np.full(shape, 0.5))}
+    result = check_numerics(write(tmp_path / "s", kept), write(tmp_path / "o", kept), None)
+    assert result.status is Status.PASSED
+
+
 def test_f4_and_e8m0_dtypes_are_read_as_the_bytes_they_are(tmp_path: Path) -> None:
     codes, scales = random_mx(np.random.default_rng(6), 32, 64)
     m, [(new, block)], _ = ref.repack_oracle([(codes, scales)])

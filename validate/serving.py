@@ -198,7 +198,7 @@ def check_serving(folder: Path, gate: ServingGate, *, progress: Progress | None 
     except (EnvironmentFault, UsageError) as error:
         return StageResult(STAGE, Status.NOT_RUN, error.message, device="")
     data: dict[str, JSON] = {"runs": [run.to_json()]}
-    device = "cuda:0 " + run.card if "NVIDIA" in run.card else "cpu" if run.card else ""
+    device = _device(run.card, ours=gate.launch is not None)
     seconds = time.perf_counter() - started
     if run.complete:
         findings = tuple(_over_bounds(run, gate))
@@ -208,6 +208,14 @@ def check_serving(folder: Path, gate: ServingGate, *, progress: Progress | None 
     findings = (Finding("serving-broken", "error", run.error, where=run.label),)
     status = Status.FAILED if run.wrong else Status.NOT_RUN
     return StageResult(STAGE, status, run.error, findings if run.wrong else (), data, device, seconds)
+
+
+def _device(card: str, *, ours: bool) -> str:
+    """What counts as the gate's device. ours: we launched the server here, so that without an NVIDIA card it is a CPU;
+    of an endpoint any other card is only itself."""
+    if "NVIDIA" in card:
+        return f"cuda:0 {card}"
+    return "cpu" if card and (ours or card.lower().startswith("cpu")) else card
 
 
 def _over_bounds(run: Run, gate: ServingGate) -> Iterator[Finding]:

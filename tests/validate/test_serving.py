@@ -263,6 +263,10 @@ def test_an_endpoints_card_is_what_the_manifest_says(tmp_path, monkeypatch) -> N
     gate = ServingGate(endpoint="http://h:1", card="NVIDIA B200", device="cuda", concurrency=(1,), requests=(1,))
     assert check_serving(tmp_path, gate).device == "cuda:0 NVIDIA B200"
     assert check_serving(tmp_path, ServingGate(endpoint="http://h:1")).device == ""
+    for card, device in (("B200", "B200"), ("AMD Instinct MI300X", "AMD Instinct MI300X"), ("CPU, 64 cores", "cpu")):
+        assert check_serving(tmp_path, ServingGate(endpoint="http://h:1", card=card)).device == device
+    launched = ServingGate(launch="serve --port {port}", card="AMD EPYC 7763, 8 logical")
+    assert check_serving(tmp_path, launched).device == "cpu"
 
 
 def test_a_report_of_guidellm_itself_is_read() -> None:

@@ -32,7 +32,7 @@ from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import Tensor
 from requant.validate.pairing import Copy, Pair, Weight
 
-__all__ = ["Result", "compare", "compare_kept", "look_again"]
+__all__ = ["Result", "compare", "compare_copy", "compare_kept", "look_again"]
 
 _TILE_BYTES: Final = 2 << 20
 """Codes, or bytes of a copied tensor, read at a time and per side."""

@@ -20,7 +20,7 @@ from requant.manifests.schema import NumericsGate
 from requant.validate.modules import Kind, modules_of
 from requant.validate.numerics import Both, conclude, fused_spans, judge_copy, open_both
 from requant.validate.numerics_blocks import Tally
-from requant.validate.numerics_compare import Result, compare, compare_kept
+from requant.validate.numerics_compare import Result, compare, compare_copy, compare_kept
 from requant.validate.numerics_read import MappedReader
 from requant.validate.pairing import Copy, Pair
 from requant.validate.results import StageResult
@@ -62,9 +62,7 @@ class PiecewiseNumerics:
         if moved := [
             name
             for name, copy in self._scalars.items()
-            if copy.source.name in there
-            and name not in self._restated
-            and before.scalar(copy.source) != after.scalar(copy.output)
+            if copy.source.name in there and name not in self._restated and compare_copy(copy, before, after)
         ]:
             lines += [{"restated": name} for name in moved]
             self._restate(moved)

@@ -20,7 +20,17 @@ from typing import Any, Final
 from requant.convert.private import redact
 from requant.manifests.errors import EnvironmentFault, PublishError, RequantError, SourceError
 
-__all__ = ["AGAIN", "fetch", "hub_api", "hub_faults", "is_offline", "network_errors", "retry_after", "status_of_fault"]
+__all__ = [
+    "AGAIN",
+    "fault_chain",
+    "fetch",
+    "hub_api",
+    "hub_faults",
+    "is_offline",
+    "network_errors",
+    "retry_after",
+    "status_of_fault",
+]
 
 AGAIN: Final = "run the same command again: what is there already is not transferred twice"
 _UNUSED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "metal/*")
@@ -88,14 +98,14 @@ def network_errors() -> tuple[type[Exception], ...]:
 
 def retry_after(error: BaseException) -> float | None:
     """Seconds that the Hub asks to wait, or None."""
-    for step in _chain(error):
+    for step in fault_chain(error):
         said = getattr(getattr(step, "response", None), "headers", {}).get("retry-after", "")
         if said.isdigit():
             return float(said)
     return None
 
 
-def _chain(error: BaseException) -> Sequence[BaseException]:
+def fault_chain(error: BaseException) -> Sequence[BaseException]:
     """An error with what it came from, outermost first."""
     found: list[BaseException] = []
     step: BaseException | None = error
@@ -107,7 +117,7 @@ def _chain(error: BaseException) -> Sequence[BaseException]:
 
 def status_of_fault(error: BaseException) -> int | None:
     """HTTP status of what went wrong, or None if no answer came."""
-    for step in _chain(error):
+    for step in fault_chain(error):
         response = getattr(step, "response", None)
         if response is not None:
             return int(response.status_code)
@@ -118,7 +128,7 @@ def _fault(error: BaseException, repo: str, doing: str, revision: str, *, publis
     """The error of ours that says the same."""
     from huggingface_hub import errors
 
-    chain = _chain(error)
+    chain = fault_chain(error)
 
     def among(kind: type[BaseException]) -> bool:
         return any(isinstance(step, kind) for step in chain)

@@ -11,7 +11,7 @@ means here. Stores that show half-written files (sftp, smb) get a name of their 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from requant.convert.hub import fault_chain
 from requant.convert.private import redact
 from requant.convert.remote import FILE_LIMIT, RemoteFile, check_name
 from requant.manifests.errors import EnvironmentFault, IncompleteError, RequantError, SourceError
@@ -213,7 +214,7 @@ class Store:
         except RequantError:
             raise
         except Exception as error:
-            chain = _chain(error)
+            chain = fault_chain(error)
             if not any(_of_the_store(step) for step in chain):
                 raise
             fault = self._lasting(chain, doing)
@@ -228,7 +229,7 @@ class Store:
             if fault is not None:
                 raise fault from None  # the chain holds requests, and these hold signatures
 
-    def _lasting(self, chain: list[BaseException], doing: str) -> RequantError | None:
+    def _lasting(self, chain: Sequence[BaseException], doing: str) -> RequantError | None:
         """The error that waiting does not mend, or None."""
         kind = EnvironmentFault if self.writing else SourceError
         names = {type(step).__name__ for step in chain}
@@ -257,15 +258,6 @@ def _version(info: Mapping[str, Any]) -> str:
     """What a store changes whenever it changes an object."""
     found = next((info[key] for key in _VERSION_KEYS if info.get(key)), "")
     return str(found.timestamp() if isinstance(found, datetime) else found)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    step: BaseException | None = error
-    while step is not None and step not in found:
-        found.append(step)
-        step = step.__cause__ or step.__context__
-    return found
 
 
 def _of_the_store(error: BaseException) -> bool:

@@ -9,21 +9,22 @@ group that needs its codes twice (once to decide, once to write) reads them twic
 | repack    | MXFP4 -> NVFP4 in integers (kernels/repack.py)                                            |
 | relayout  | the same format under other names: codes copied, scales copied, widened or turned over      |
 | share     | the same, with block scales moved by powers of two under one global scale (shared_scales.py) |
-| encode    | anything -> floats in tiles (decode.py) -> MXFP4, NVFP4, FP8, BF16                        |
+| encode    | anything -> floats in tiles -> MXFP4, NVFP4, FP8, BF16 (encode.py)                        |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from requant.convert.activation_scales import carried_scales
-from requant.convert.decode import amax_tiles, float_tiles, planes, scale_grid, to_bf16
+from requant.convert.decode import planes, scale_grid
+from requant.convert.encode import encode_group
 from requant.convert.files import copy_range, write_all
 from requant.convert.layouts.base import Rows
+from requant.convert.outputs import Accelerator, Places, scales_out, write_global, write_scalar, write_transposed
 from requant.convert.plan import CopyUnit, GroupUnit, Member, OutTensor, Unit
 from requant.convert.rows import TILE_BYTES, Opened, read_rows, read_scalar, row_tiles
 from requant.convert.scalars import turned_over
@@ -41,29 +42,9 @@ from requant.kernels.repack import (
 from requant.manifests.errors import SourceError
 
 if TYPE_CHECKING:
-    from requant.kernels.fp8 import Quotient
-    from requant.kernels.quantize import ScaleChoice, Weight
+    pass
 
-__all__ = ["Accelerator", "Opened", "Places", "quantizer_choice", "run_unit", "scale_tiles"]
-
-
-class Places(Protocol):
-    """Of a plan, what a unit needs: the places of its output tensors, by index."""
-
-    @property
-    def tensors(self) -> Mapping[int, OutTensor] | Sequence[OutTensor]: ...
-
-
-class Accelerator(Protocol):
-    """What else may compute a group (gpu_units.py), to the same bytes."""
-
-    def repack(self, plan: Places, unit: GroupUnit, files: Opened) -> tuple[Choice, Counts]:
-        """Step 2 of MXFP4 -> NVFP4: codes and block scales written."""
-        ...
-
-    def encode(self, plan: Places, unit: GroupUnit, files: Opened) -> np.float32 | None:
-        """Floats -> NVFP4: codes and block scales written; the global scale. None: let the CPU say what is wrong."""
-        ...
+__all__ = ["run_unit", "scale_tiles"]
 
 
 def run_unit(plan: Places, unit: Unit, files: Opened, by: Accelerator | None = None) -> dict[str, Any]:
@@ -76,14 +57,14 @@ def run_unit(plan: Places, unit: Unit, files: Opened, by: Accelerator | None = N
             _copy(plan.tensors[piece.out], piece.source, files)
         return {}
     for out, scale in carried_scales(unit.members, unit.kind != "relayout", files):
-        _write_scalar(plan, out, scale, files)
+        write_scalar(plan, out, scale, files)
     if any(member.weight.more.blocked for member in unit.members):
         by = None  # it reads planes
     if unit.kind == "repack":
         return _repack(plan, unit, files, by)
     if unit.kind in ("relayout", "share"):
         return _relayout(plan, unit, files)
-    return _encode(plan, unit, files, by)
+    return encode_group(plan, unit, files, by)
 
 
 def _copy(target: OutTensor, source: TensorInfo | Rows | bytes, files: Opened) -> None:
@@ -127,7 +108,7 @@ def _repack(plan: Places, unit: GroupUnit, files: Opened, by: Accelerator | None
         m, spans = choice.m, (choice.k_min, choice.k_max)
     scalar = global_scale(m)
     for member in unit.members:
-        _write_global(plan, member, scalar, files)
+        write_global(plan, member, scalar, files)
     return {
         "group": unit.group,
         "m": m,
@@ -137,18 +118,6 @@ def _repack(plan: Places, unit: GroupUnit, files: Opened, by: Accelerator | None
         "lossy": counts.lossy,
         "below_marlin": counts.below_marlin,
     }
-
-
-def _write_global(plan: Places, member: Member, scalar: np.float32, files: Opened) -> None:
-    if member.out_global is not None:
-        if member.form.reciprocal and scalar < np.finfo(np.float32).tiny:
-            tensor = member.weight.codes
-            raise SourceError(
-                f"global scale {scalar!r} has no finite reciprocal, which target.layout compressed-tensors stores",
-                where=f"{tensor.file}: {tensor.name}",
-                hint="weights this small are as good as zero: keep this layer plain, or use target.layout modelopt",
-            )
-        _write_scalar(plan, member.out_global, turned_over(scalar) if member.form.reciprocal else scalar, files)
 
 
 def _planes(member: Member) -> Rows:
@@ -195,7 +164,7 @@ def _repack_in_window(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
     """Step 1: codes copied as bytes, each scale byte becomes two by arithmetic."""
     blocks = 0
     for member in unit.members:
-        target = plan.tensors[_scales_out(member)]
+        target = plan.tensors[scales_out(member)]
         fd = files.output(target.shard)
         if member.weight.more.blocked:
             _write_planes(plan, member, files, lambda tile: window_scales(tile, m))
@@ -215,7 +184,7 @@ def _write_planes(
     plan: Places, member: Member, files: Opened, scales_of: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 ) -> None:
     """Codes as they are, scales as scales_of makes them, of a source that holds them together."""
-    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[scales_out(member)]
     for first, codes, tile in _code_tiles(member, files):
         scales = scales_of(tile)
         write_all(files.output(out_codes.shard), codes, out_codes.begin + first * codes.shape[1])
@@ -225,17 +194,13 @@ def _write_planes(
 def _transpose(plan: Places, member: Member, files: Opened, m: int) -> None:
     """Stacked experts, planes written [K/.., N]: one expert at a time, codes and scales alike."""
     codes, scales = member.codes, _planes(member)
-    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+    out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[scales_out(member)]
     rows = member.form.rows // member.form.transposed
     for expert in range(member.form.transposed):
         plane = window_scales(read_rows(scales, files.source(scales.tensor.file), expert * rows, rows), m)
-        _write_transposed(plane, files.output(out_scales.shard), out_scales.begin + expert * plane.size)
+        write_transposed(plane, files.output(out_scales.shard), out_scales.begin + expert * plane.size)
         block = read_rows(codes, files.source(codes.tensor.file), expert * rows, rows)
-        _write_transposed(block, files.output(out_codes.shard), out_codes.begin + expert * block.size)
-
-
-def _write_transposed(plane: NDArray[np.uint8], fd: int, begin: int) -> None:
-    write_all(fd, np.ascontiguousarray(plane.T), begin)
+        write_transposed(block, files.output(out_codes.shard), out_codes.begin + expert * block.size)
 
 
 def _code_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint8], NDArray[np.uint8]]]:
@@ -278,7 +243,7 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
 
     counts = np.zeros(4, dtype=np.int64)
     for member in unit.members:
-        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+        out_codes, out_scales = plan.tensors[member.out_codes], plan.tensors[scales_out(member)]
         code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
         for first, codes, scales in _code_tiles(member, files):
             new_codes = np.empty_like(codes)
@@ -287,8 +252,8 @@ def _repack_by_halves(plan: Places, unit: GroupUnit, files: Opened, m: int) -> C
             code_begin = out_codes.begin + first * new_codes.shape[1]
             scale_begin = out_scales.begin + first * new_scales.shape[1]
             if member.form.transposed:
-                _write_transposed(new_codes, code_fd, code_begin)
-                _write_transposed(new_scales, scale_fd, scale_begin)
+                write_transposed(new_codes, code_fd, code_begin)
+                write_transposed(new_scales, scale_fd, scale_begin)
             else:
                 write_all(code_fd, new_codes, code_begin)
                 write_all(scale_fd, new_scales, scale_begin)
@@ -305,7 +270,7 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
     weights = 0
     shared = shared_scale(unit, files) if unit.kind == "share" else None
     for number, member in enumerate(unit.members):
-        codes, plane = plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
+        codes, plane = plan.tensors[member.out_codes], plan.tensors[scales_out(member)]
         if member.weight.more.blocked:
             _write_planes(plan, member, files, lambda tile: tile)
         elif member.form.transposed:
@@ -323,181 +288,20 @@ def _relayout(plan: Places, unit: GroupUnit, files: Opened) -> dict[str, Any]:
                     moved = shared.tables[number][tile]
                     write_all(files.output(plane.shard), moved, plane.begin + first * tile.shape[1])
         if member.weight.more.blocked and member.out_global is not None:  # ggml's NVFP4 has no second scale
-            _write_scalar(plan, member.out_global, np.float32(1.0), files)
+            write_scalar(plan, member.out_global, np.float32(1.0), files)
         elif member.weight.scalar is not None and member.out_global is not None:
             own = read_scalar(member.weight.scalar, files, member.start // member.weight.rows)
             scalar = own if shared is None else shared.stored
             turn = member.weight.more.reciprocal != member.form.reciprocal
-            _write_scalar(plan, member.out_global, turned_over(scalar) if turn else scalar, files)
+            write_scalar(plan, member.out_global, turned_over(scalar) if turn else scalar, files)
         weights += member.form.rows * member.form.cols
     return {"group": unit.group, "copied": weights} | ({"shared": shared.moved} if shared else {})
 
 
 def _transpose_planes(plan: Places, member: Member, files: Opened) -> None:
     """A stack's planes, expert by expert."""
-    for rows, out in ((member.codes, member.out_codes), (_planes(member), _scales_out(member))):
+    for rows, out in ((member.codes, member.out_codes), (_planes(member), scales_out(member))):
         target, per = plan.tensors[out], rows.n_rows // member.form.transposed
         for expert in range(member.form.transposed):
             block = read_rows(rows, files.source(rows.tensor.file), expert * per, per)
-            _write_transposed(block, files.output(target.shard), target.begin + expert * block.size)
-
-
-def _scales_out(member: Member) -> int:
-    if member.out_scales is None:
-        raise ValueError(f"{member.module} has no place for block scales")
-    return member.out_scales
-
-
-def _write_scalar(plan: Places, out: int, stored: np.float32, files: Opened) -> None:
-    """A scale that is one number, as it is to be stored."""
-    target = plan.tensors[out]
-    write_all(files.output(target.shard), np.asarray(stored, dtype="<f4").tobytes(), target.begin)
-
-
-# --- floats -> MXFP4, NVFP4, FP8, BF16 --------------------------------------------------------------------------------
-
-
-def _encode(plan: Places, unit: GroupUnit, files: Opened, by: Accelerator | None) -> dict[str, Any]:
-    """A fused group by way of floats: for NVFP4 first the amax that its members share."""
-    from requant.convert.global_scales import shared_global_scale
-
-    choice = quantizer_choice(unit.scale)
-    number = unit.members[0].form.number
-    s2 = by.encode(plan, unit, files) if by is not None else None
-    written = s2 is not None
-    if number == "nvfp4" and s2 is None:
-        s2 = shared_global_scale(unit, _group_amax(unit, files), choice, files)
-    weights = 0
-    for member in unit.members:
-        if written:
-            pass
-        elif number == "bf16":
-            _write_bf16(plan, member, files)
-        elif number == "fp8":
-            _write_fp8(plan, member, files)
-        else:
-            _write_fp4(plan, member, s2, choice, unit, files)
-        if s2 is not None:
-            _write_global(plan, member, s2, files)
-        weights += member.form.rows * member.form.cols
-    return {"group": unit.group, "weights": weights}
-
-
-def _float_tiles(member: Member, files: Opened) -> Iterator[tuple[int, Weight]]:
-    """(first row, values [n, K]) of a member; whole experts where its planes are written transposed."""
-    tiles = float_tiles(member.weight, member.start, member.step, member.form.rows, files)
-    return _whole_experts(member, tiles) if member.form.transposed else tiles
-
-
-def _whole_experts(member: Member, tiles: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Tiles put together to one per expert."""
-    per = member.form.rows // member.form.transposed
-    parts: list[NDArray[Any]] = []
-    for first, tile in tiles:
-        parts.append(tile)
-        if (first + len(tile)) % per == 0:
-            yield first + len(tile) - per, np.concatenate(parts)
-            parts = []
-
-
-def _write_fp4(
-    plan: Places, member: Member, s2: np.float32 | None, choice: ScaleChoice, unit: GroupUnit, files: Opened
-) -> None:
-    from requant.kernels.quantize import bf16_to_mxfp4, bf16_to_nvfp4
-
-    importance, compensate = None, None
-    if unit.calibration:
-        from requant.convert.compensate import compensator, importance_of
-
-        importance = importance_of(unit, member)
-        compensate = compensator(unit, member)
-    form, out_codes, out_scales = member.form, plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
-    code_fd, scale_fd = files.output(out_codes.shard), files.output(out_scales.shard)
-    for first, tile in _float_tiles(member, files):
-        codes = np.empty((tile.shape[0], form.cols // 2), dtype=np.uint8)
-        scales = np.empty((tile.shape[0], out_scales.nbytes // form.rows), dtype=np.uint8)
-        with _named(member, first):
-            if s2 is None:
-                bf16_to_mxfp4(tile, codes, scales)
-            else:
-                bf16_to_nvfp4(tile, s2, codes, scales, choice, importance)
-        if compensate is not None:
-            compensate(tile, scales, s2, codes)
-        code_begin, scale_begin = out_codes.begin + first * codes.shape[1], out_scales.begin + first * scales.shape[1]
-        if form.transposed:
-            _write_transposed(codes, code_fd, code_begin)
-            _write_transposed(scales, scale_fd, scale_begin)
-        else:
-            write_all(code_fd, codes, code_begin)
-            write_all(scale_fd, scales, scale_begin)
-
-
-def _write_bf16(plan: Places, member: Member, files: Opened) -> None:
-    target, form = plan.tensors[member.out_codes], member.form
-    fd = files.output(target.shard)
-    bits = _bf16_tiles(member, files)
-    for first, tile in _whole_experts(member, bits) if form.transposed else bits:
-        write_all(fd, np.ascontiguousarray(tile.T if form.transposed else tile), target.begin + first * form.cols * 2)
-
-
-def _bf16_tiles(member: Member, files: Opened) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    for first, tile in float_tiles(member.weight, member.start, member.step, member.form.rows, files):
-        with _named(member, first):
-            bits = to_bf16(tile)
-        yield first, bits
-
-
-def _write_fp8(plan: Places, member: Member, files: Opened) -> None:
-    """amax of every block first, then the codes."""
-    from requant.kernels.fp8 import block_amax, encode_fp8, fp8_scales
-
-    form, out_codes, out_scales = member.form, plan.tensors[member.out_codes], plan.tensors[_scales_out(member)]
-    high, wide = form.block
-    grid = np.zeros((-(-form.rows // high), -(-form.cols // wide)), dtype=np.float32)
-    for first, tile in _float_tiles(member, files):
-        with _named(member, first):
-            block_amax(tile, form.block, grid, first)
-    scales = fp8_scales(grid)
-    # modelopt divides a BF16 tensor by a 0-d scale: torch rounds that quotient to the tensor's own type
-    scalar = out_scales.shape in ((), (1,))
-    plain = member.weight.codes.dtype if member.weight.format == "plain" and scalar else ""
-    narrow: dict[str, Quotient] = {"BF16": "bf16", "F16": "f16"}
-    fd = files.output(out_codes.shard)
-    for first, tile in _float_tiles(member, files):
-        codes = np.empty(tile.shape, dtype=np.uint8)
-        with _named(member, first):
-            encode_fp8(tile, scales, form.block, codes, first, narrow.get(plain, "f32"))
-        write_all(fd, codes, out_codes.begin + first * form.cols)
-    write_all(files.output(out_scales.shard), scales.astype("<f4").tobytes(), out_scales.begin)
-
-
-def _group_amax(unit: GroupUnit, files: Opened) -> float:
-    largest = 0.0
-    for member in unit.members:
-        for first, measure in amax_tiles(member.weight, member.start, member.step, member.form.rows, files):
-            with _named(member, first):
-                largest = max(largest, measure())
-    return largest
-
-
-def quantizer_choice(scale: str) -> ScaleChoice:
-    """A manifest's scale choice as the quantizers know it."""
-    choices: dict[str, ScaleChoice] = {"mse": "mse", "weighted": "mse", "four-over-six": "four-over-six"}
-    return choices.get(scale, "nearest")
-
-
-@contextmanager
-def _named(member: Member, first: int) -> Generator[None]:
-    """Give a NaN or infinity that a quantizer met its place in the source."""
-    from requant.kernels.quantize import NonFiniteError
-
-    try:
-        yield
-    except NonFiniteError as error:
-        tensor = member.weight.codes
-        raise SourceError(
-            f"value at row {member.start + (first + error.row) * member.step}, column {error.column} is NaN, infinite "
-            f"or too large for {member.form.number.upper()}",
-            where=f"{tensor.file}: {tensor.name}",
-            hint="no code stands for it: the source is corrupt, or this layer must be kept",
-        ) from error
+            write_transposed(block, files.output(target.shard), target.begin + expert * block.size)

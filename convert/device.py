@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from requant.convert.compute import quantizer_choice, run_unit
+from requant.convert.compute import run_unit
+from requant.convert.encode import quantizer_choice
 from requant.convert.engine import ShardFiles
 from requant.convert.gpu_units import GpuGroups, Lane, tile_rows
 from requant.convert.meter import Meter

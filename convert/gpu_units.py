@@ -28,7 +28,7 @@ from requant.kernels.gpu_lane import FloatSource, Job, align
 from requant.kernels.repack import Choice, Counts, choose_exponent
 
 if TYPE_CHECKING:
-    from requant.convert.compute import Places
+    from requant.convert.outputs import Places
 
 __all__ = ["GpuGroups", "Lane", "tile_rows"]
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from requant.convert import compute
+from requant.convert import encode
 from requant.convert.ggml import planes_of
 from requant.convert.initial import initial_manifest
 from requant.convert.pipeline import prepare
@@ -99,7 +99,7 @@ def test_rows_that_are_no_whole_blocks_are_refused():
 @pytest.mark.parametrize(("low", "high"), [(110, 118), (100, 117)], ids=["window", "edge"])
 def test_mxfp4_becomes_nvfp4_without_a_float(kit, monkeypatch, rotary, low, high):
     folder, want = write(kit, "MXFP4", low, high, rotary)
-    monkeypatch.setattr(compute, "float_tiles", lambda *_: pytest.fail("through floats"))
+    monkeypatch.setattr(encode, "float_tiles", lambda *_: pytest.fail("through floats"))
     output, result = kit.convert(folder, LOSSLESS, format="nvfp4-w4a16")
     found = kit.load(output)
     assert {name.removesuffix(".weight") for name in found if name.endswith(".weight")} == set(want)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 LIMIT = 17
-"""Processor time in units of a control: 11 to 15 on a quiet machine, 18.6 on a busy one; with rows instead of columns
-19 to 25 on a busy one."""
+"""Processor time in units of a control: 11 to 15 on a quiet machine, 18 to 20 where the control happens to run fast."""
+PROMISE = 10.0
+"""Seconds of a core, what the project promises (7 s measured; 12 with rows instead of columns): enough by itself."""
 MAKER = Path(__file__).resolve().parents[1] / "bench" / "make_sparse.py"
 PROBE = """
 import gc, json, sys, time
@@ -60,7 +61,8 @@ def test_half_a_million_tensors_plan_in_bounded_time_and_memory(maker, tmp_path)
     for _ in range(4):  # the best of some: other work on the machine takes its caches away
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
-        if found["ratio"] < LIMIT:
+        quick = found["ratio"] < LIMIT or found["cpu"] < PROMISE
+        if quick:
             break
     weights = maker.LAYERS * maker.EXPERTS * 3
     elements = weights * maker.LATENT * maker.INTER
@@ -73,7 +75,7 @@ def test_half_a_million_tensors_plan_in_bounded_time_and_memory(maker, tmp_path)
     assert found["header"] == found["begin"]
     assert found["peak"] < 0.75e9, f"{found['peak'] / 1e6:.0f} MB"
     assert 0.8 * found["peak"] < found["said"] < 1.6 * found["peak"], "the memory that the plan says it needs"
-    assert found["ratio"] < LIMIT, f"{found['cpu']:.1f} s of a core"
+    assert quick, f"{found['cpu']:.1f} s of a core, {found['ratio']:.1f} times the control"
 
 
 def test_a_header_rendered_again_is_the_one_that_was_measured(maker, tmp_path):

@@ -38,18 +38,7 @@ step() { # step NAME SECONDS COMMAND...
 } >"$out/machine.txt" 2>&1
 
 wanted doctor && step doctor 60 python3 -P -m requant.convert.cli doctor
-sanitize() { # on this card's own target; kernels/csrc/quantize.cu (w4a4 and w4a16 have their own drivers)
-  local arch cuda=${CUDA_HOME:-/usr/local/cuda}/bin
-  arch=$(python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
-  [ "$arch" -lt 90 ] || arch=${arch}a
-  "$cuda/nvcc" -std=c++17 -O3 -lineinfo -gencode "arch=compute_$arch,code=sm_$arch" -Ikernels/csrc \
-    tests/kernels/quantize_sanitize.cu -o "$1/quantize_sanitize" || return 1
-  for tool in memcheck racecheck; do
-    "$(command -v compute-sanitizer || echo "$cuda/compute-sanitizer")" --error-exitcode 1 --tool "$tool" "$1/quantize_sanitize" || return 1
-  done
-}
-export -f sanitize
-wanted sanitize && step sanitize 120 bash -c "sanitize '$work'"
+wanted sanitize && step sanitize 300 tests/gpu/sanitize.sh "$out/sanitize.md" "$commit" "$work/sanitize"
 wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
 
 wanted convert && step convert 120 python3 -P tests/gpu/bench_convert.py "$work/convert" --gb 4 --json "$out/convert.json"

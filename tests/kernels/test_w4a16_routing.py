@@ -1,4 +1,7 @@
-"""Slots sorted by torch operations, where they are more than the routing kernel's one block has shared memory for."""
+"""Slots sorted by torch operations, where they are more than the routing kernel's one block has shared memory for.
+
+On a GPU: the same list as the kernel's, and the products of so long a routing against float64.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from requant.kernels import w4a16, w4a16_library
+from requant.kernels import w4a16_configs as configs
+from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, NumberFormat
 from requant.kernels.w4a16_routing import sort_slots
 
 
@@ -58,3 +63,46 @@ def test_more_slots_than_a_block_can_sort_are_not_an_error(monkeypatch, capabili
     assert (routing.slots, routing.triton) == (tokens * 8, False)
     if by_torch:
         assert routing.data[:2].tolist() == [128 * -(-tokens * 8 // 128 // 16), tokens * 8]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 4, 128), (7, 3, 2), (64, 4, 32), (3000, 8, 16)])
+def test_the_routing_kernel_and_torch_write_the_same_list(tokens, top_k, experts):
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=torch.Generator().manual_seed(tokens)).int().cuda()
+    header, table, room, rest = listed(ids.cpu(), experts)
+    for data in (w4a16.route_experts(ids, experts, path="cuda").data, sort_slots(ids, experts)):
+        found = data.tolist()
+        assert found[:2] == header[:2]
+        assert found[4 : 4 + len(table)] == table
+        assert found[4 + room :] == rest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+def test_more_slots_than_a_block_can_sort_give_every_slot_its_product(path):
+    """8200 tokens of 8 experts: 65,600 slots are more than any chip's shared memory holds."""
+    torch.manual_seed(0)
+    fmt, tokens, top_k, experts, n, k = NumberFormat.NVFP4, 8200, 8, 32, 40, 160
+    assert w4a16_library.routing_shared_bytes(tokens * top_k, experts) > configs.shared_limit((9, 0))
+    codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(1, 0x7F, (experts, n, k // 16), dtype=torch.uint8, device="cuda")
+    global_scales = torch.rand(experts, device="cuda") + 0.5
+    ids = torch.randint(0, experts, (tokens, top_k), device="cuda").int()
+    ids[5, 3], ids[8199, 7] = experts, -1
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    out = torch.full((tokens, top_k, n), 7.0, dtype=torch.bfloat16, device="cuda")
+    w4a16.w4a16_moe(x, codes, scales, global_scales, ids, fmt=fmt, out=out, path=path)
+    assert out[5, 3].isnan().all()
+    assert out[8199, 7].isnan().all()
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cuda")
+    w = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    w *= torch.tensor(E4M3_VALUES, dtype=torch.float64, device="cuda")[scales.long()].repeat_interleave(16, -1)
+    w *= global_scales.double()[:, None, None]
+    for expert in range(experts):
+        token, slot = torch.where(ids == expert)
+        exact, terms = x[token].double() @ w[expert].T, x[token].double().abs() @ w[expert].abs().T
+        y = out[token, slot].double()
+        assert ((y - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-14 * terms).all(), expert

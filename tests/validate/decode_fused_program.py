@@ -1,6 +1,7 @@
 """The fused kernels against the plain glue: `cpu` in FP32 under Triton's interpreter, `cuda` in BF16.
 
 Run by test_decode.py in a Python of its own (the interpreter is chosen by the environment before Triton is imported).
+Further arguments choose among norms, gates, attention and products: Triton compiles those of several runs at a time.
 Prints name and largest error of each, as a part of the largest number.
 """
 
@@ -118,8 +119,7 @@ def products():
         say("grouped", [y], [torch.einsum("tjk,tjnk->tjn", rows, stack[ids.long()])])
 
 
-torch.manual_seed(0)
-norms()
-gates()
-attention()
-products()
+PARTS = {"norms": norms, "gates": gates, "attention": attention, "products": products}
+for part in sys.argv[2:] or PARTS:
+    torch.manual_seed(0)
+    PARTS[part]()

@@ -21,6 +21,7 @@ from requant.kernels import reference
 from requant.kernels.cpu import cpu_matmul
 from requant.kernels.dispatch import Activations, Choice, Path, choose
 from requant.kernels.formats import NumberFormat, PackedTensor
+from requant.kernels.reference_w4a4 import decode
 
 if TYPE_CHECKING:
     import torch
@@ -121,13 +122,6 @@ def grouped_matmul(
         way = "cuda" if choice.path is Path.W4A16 else "triton"
         y = w4a16.w4a16_moe(x, weight.codes, weight.scales, weight.global_scale, ids, fmt=weight.format, path=way)
     return Product(y.view(*expert_ids.shape, n), choice)
-
-
-def decode(weight: PackedTensor) -> NDArray[np.float64]:
-    """The weight's numbers, exact, float64 [N, K]."""
-    if weight.global_scale is None:
-        return reference.dequantize_mxfp4(weight.codes, weight.block_scales)
-    return reference.dequantize_nvfp4(weight.codes, weight.block_scales, float(weight.global_scale))
 
 
 def _on_cpu(x: NDArray[np.float32], weight: PackedTensor, path: Path | str, activations: Activations) -> Product[Array]:

@@ -28,6 +28,7 @@ from requant.kernels.availability import KernelUnavailableError, gpu
 from requant.kernels.dispatch import Path, PathState, paths
 from requant.kernels.formats import E4M3_VALUES, E8M0_VALUES, MARLIN_POW2_MIN, NumberFormat, PackedTensor
 from requant.kernels.matmul import decode, matmul, stack
+from requant.kernels.reference_w4a4 import round_activations
 from requant.manifests.errors import SourceError
 from requant.manifests.schema import KernelsGate
 from requant.validate.collector import Collector
@@ -274,7 +275,7 @@ class _Exact:
     def of(self, *, rounded: bool) -> tuple[Floats, Floats]:
         """(product, terms), each [M, N]."""
         if rounded not in self._made:
-            x = _rounded(self._x, self._format) if rounded else self._x.astype(np.float64)
+            x = round_activations(self._x, self._format) if rounded else self._x.astype(np.float64)
             self._made[rounded] = x @ self._numbers.T, np.abs(x) @ np.abs(self._numbers).T
         return self._made[rounded]
 
@@ -305,17 +306,6 @@ def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, held: _OnGpu,
         return result.double().cpu().numpy()
     except KernelUnavailableError:
         return None  # runs here, but does not take this shape: no row says so
-
-
-def _rounded(x: NDArray[np.float32], fmt: NumberFormat) -> Floats:
-    """x as FP4 activations with a global scale per token, by the oracle's rule, in float64."""
-    if fmt is NumberFormat.MXFP4:
-        return reference.dequantize_mxfp4(*reference.encode_mxfp4(x))
-    rows: list[Floats] = []
-    for row in x:
-        scale = reference.nvfp4_global_scale([row[None]])
-        rows.append(reference.dequantize_nvfp4(*reference.encode_nvfp4(row[None], scale), float(scale)))
-    return np.concatenate(rows)
 
 
 def _bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ from requant.kernels.availability import KernelUnavailableError
 from requant.kernels.dispatch import Path, paths
 from requant.kernels.formats import NumberFormat, PackedTensor
 from requant.kernels.matmul import decode, grouped_matmul, matmul, stack
+from requant.kernels.reference_w4a4 import round_activations
 from requant.kernels.w4a4_operands import Fp4Tensor
 
 NVFP4, MXFP4 = NumberFormat.NVFP4, NumberFormat.MXFP4
@@ -135,20 +136,8 @@ def wide(rng, m, k):
     return torch.from_numpy(x).to(torch.bfloat16)
 
 
-def rounded(x, fmt):
-    """x as the paths with FP4 activations multiply it, float64."""
-    rows = x.float().numpy()
-    if fmt is MXFP4:
-        return reference.dequantize_mxfp4(*reference.encode_mxfp4(rows))
-    parts = []
-    for row in rows:
-        scale = reference.nvfp4_global_scale([row[None]])
-        parts.append(reference.dequantize_nvfp4(*reference.encode_nvfp4(row[None], scale), scale))
-    return np.concatenate(parts)
-
-
 def check(path, y, x, w):
-    operand = rounded(x, w.format) if path.rounds_activations else x.double().numpy()
+    operand = round_activations(x.float().numpy(), w.format) if path.rounds_activations else x.double().numpy()
     exact, terms = operand @ decode(w).T, np.abs(operand) @ np.abs(decode(w)).T
     assert bounds.excess(y.double().cpu().numpy(), exact, terms) <= 1, path
 

@@ -57,6 +57,11 @@ class Path(StrEnum):
         return self in (Path.W4A4, Path.SCALED_MM, Path.DOT_SCALED, Path.W4A4_EMULATED)
 
     @property
+    def granularity(self) -> Literal["token", "tensor"]:
+        """What shares a global scale where x is quantized without a static one; cuBLASLt takes one for all of x."""
+        return "tensor" if self in (Path.SCALED_MM, Path.DOT_SCALED) else "token"
+
+    @property
     def kernel(self) -> str:
         """The code that runs, for reports."""
         return _KERNELS[self]

@@ -163,7 +163,7 @@ def _on_gpu(x: torch.Tensor, weight: Fp4Tensor, path: Path, input_scale: float |
         return w4a16.w4a16_matmul(x, weight.codes, weight.scales, scale, fmt=weight.format, path=way)
     # The quantizer holds no FP4 mma, so the emulated build's is the same; those two chips have no other.
     static = None if weight.format is NumberFormat.MXFP4 else input_scale
-    quantized = w4a4.quantize(x, weight.format, input_scale=static, granularity="tensor", emulate=True)
+    quantized = w4a4.quantize(x, weight.format, input_scale=static, granularity=path.granularity, emulate=True)
     if path is Path.SCALED_MM:
         from requant.kernels import scaled_mm
 

@@ -89,7 +89,7 @@ class Products:
         ids: torch.Tensor,
     ) -> Product:
         """The fastest of the candidates."""
-        from requant.validate.speed_gpu import timed
+        from requant.validate.gpu_clock import timed
 
         weights = self._same[key[1:]][:12]
         found: list[tuple[float, str, Product]] = []

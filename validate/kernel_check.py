@@ -266,18 +266,21 @@ class _OnGpu:
 
 
 class _Exact:
-    """x @ w^T and sum |w x| in float64, of x as it is and of x rounded to FP4; each made once."""
+    """x @ w^T and sum |w x| in float64, of x as it is and of x rounded to FP4 as a path does; each made once."""
 
     def __init__(self, x: NDArray[np.float32], numbers: Floats, fmt: NumberFormat) -> None:
         self._x, self._numbers, self._format = x, numbers, fmt
-        self._made: dict[bool, tuple[Floats, Floats]] = {}
+        self._made: dict[str, tuple[Floats, Floats]] = {}
 
-    def of(self, *, rounded: bool) -> tuple[Floats, Floats]:
-        """(product, terms), each [M, N]."""
-        if rounded not in self._made:
-            x = round_activations(self._x, self._format) if rounded else self._x.astype(np.float64)
-            self._made[rounded] = x @ self._numbers.T, np.abs(x) @ np.abs(self._numbers).T
-        return self._made[rounded]
+    def of(self, path: Path | None) -> tuple[Floats, Floats]:
+        """(product, terms), each [M, N], of what this path multiplies; None: of x itself."""
+        rounding = path.granularity if path is not None and path.rounds_activations else ""
+        if rounding not in self._made:
+            x = self._x.astype(np.float64)
+            if rounding:
+                x = round_activations(self._x, self._format, granularity=rounding)
+            self._made[rounding] = x @ self._numbers.T, np.abs(x) @ np.abs(self._numbers).T
+        return self._made[rounding]
 
 
 def _measure(
@@ -287,8 +290,8 @@ def _measure(
     y = _multiply(path, x, w, held, seen)
     if y is None:
         return None
-    product, terms = exact.of(rounded=path.rounds_activations)
-    rounding = bounds.relative_error(product, exact.of(rounded=False)[0]) if path.rounds_activations else None
+    product, terms = exact.of(path)
+    rounding = bounds.relative_error(product, exact.of(None)[0]) if path.rounds_activations else None
     return bounds.relative_error(y, product), bounds.excess(y, product, terms), rounding
 
 

@@ -144,7 +144,7 @@ def bench_kernels(
     reader = MappedReader(folder)
     ceilings, why, points, steps = None, "", list[Point](), len(shapes) * len(tokens)
     if on_gpu:
-        from requant.validate.speed_gpu import measure_ceilings
+        from requant.validate.gpu_clock import measure_ceilings
 
         first = next(iter(shapes))
         choose(path, first.format, first.n, first.k, on_gpu=True)  # an answer before anything is loaded
@@ -316,7 +316,7 @@ def _gpu_points(layer: Layer, choice: Choice, tokens: Sequence[int], reader: Map
         ours = speed_gpu.time_fp4(choice.path, weight, count, layer.shape.top_k)
         bf16 = plain.time(count, layer.shape.top_k)
         source = speed_gpu.time_fp4(choice.path, mxfp4, count, layer.shape.top_k) if mxfp4 is not None else None
-        wrong = max(ours.of_bound, source.of_bound if source else 0.0)
+        wrong = max(ours.of_bound, bf16.of_bound, source.of_bound if source else 0.0)
         point = _point(layer, choice, count, ours.us, ours.spread_us, ours.touched, wrong)
         points.append(replace(point, bf16_us=bf16.us, mxfp4_us=source.us if source else None))
     return points

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from requant.kernels import gpu_quantize
 from requant.kernels.cuda_build import architecture
-from requant.validate.speed_gpu import measure_ceilings, timed
+from requant.validate.gpu_clock import measure_ceilings, timed
 
 SHAPES = {
     "one expert of DeepSeek-V4-Flash, w1 or w3": (2048, 4096),

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 from requant.kernels.availability import gpu
-from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, NumberFormat
+from requant.kernels.formats import NumberFormat
+from requant.kernels.reference_torch import dequantize, excess, products
 from requant.kernels.w4a4 import Fp4Tensor, grouped_matmul, matmul, quantize, route
 from safetensors import safe_open
 
@@ -90,17 +91,11 @@ def random_x(tokens: int, k: int, seed: int) -> torch.Tensor:
 
 def decode(w: Fp4Tensor) -> torch.Tensor:
     """float64, exact."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cuda")
-    table = E4M3_VALUES if w.format is NumberFormat.NVFP4 else E8M0_VALUES
-    scales = torch.tensor(table, dtype=torch.float64, device="cuda")
-    out = values[torch.stack([w.codes & 15, w.codes >> 4], -1).flatten(-2).long()]
-    out *= scales[w.scales.long()].repeat_interleave(w.format.group, -1)
-    return out if w.global_scale is None else out * w.global_scale.double().reshape(-1, *[1] * (out.dim() - 1))
+    return dequantize(w.format, w.codes, w.scales, w.global_scale)
 
 
 def of_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    exact, terms = x @ w.T, x.abs() @ w.abs().T
-    return float(((y.double() - exact).abs() / (2.0**-8 * exact.abs() + 2.0**-14 * terms).clamp(min=1e-300)).max())
+    return excess(y, *products(x, w))
 
 
 def judge(name: str, w: Fp4Tensor, x: torch.Tensor, kind: str, scale: float | None) -> dict[str, object]:
@@ -138,7 +133,7 @@ def judge_grouped(layer: str, members: list[Fp4Tensor], tokens: int) -> dict[str
     routing = route(ids, len(members))
     y, quantized = (
         grouped_matmul(x, stacked, routing, emulate=EMULATE),
-        decode(quantize(x, NumberFormat.NVFP4, emulate=EMULATE)),
+        decode(quantize(x, stacked.format, emulate=EMULATE)),
     )
     bounds, worst = routing.offsets.tolist(), 0.0
     for expert, member in enumerate(members):

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from requant.kernels import availability, dispatch
+from requant.kernels import availability, dispatch, reference_w4a4
 from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES
+from requant.kernels.matmul import Product
 from requant.manifests.errors import SourceError
 from requant.manifests.gates import KernelsGate
 from requant.validate import kernel_check
@@ -191,6 +192,30 @@ def test_captured_activations_are_used_where_there_are_any(tmp_path):
     assert result.data["captured"] == {"file": "captured.safetensors", "matrices": 1}
     with pytest.raises(SourceError, match="cannot be read"):
         check_kernels(LLAMA, None, activations=tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("path", [dispatch.Path.W4A4, dispatch.Path.SCALED_MM, dispatch.Path.DOT_SCALED])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_path_with_fp4_activations_is_judged_by_what_it_multiplies(monkeypatch, path, other):
+    """Played by the oracle: under its own global scales it passes, under another path's it is beyond the bound."""
+    granularity = path.granularity if not other else {"token": "tensor", "tensor": "token"}[path.granularity]
+
+    def matmul(x, w, asked):
+        y = reference_w4a4.matmul(x.float().numpy(), w, granularity=granularity)
+        return Product(torch.from_numpy(y), dispatch.Choice(asked, asked.kernel, "Card", ""))
+
+    runs = availability.Availability(availability.State.RUNS, "pretended")
+    monkeypatch.setattr(kernel_check, "paths", lambda: (dispatch.PathState(path, runs),))
+    monkeypatch.setattr(kernel_check, "matmul", matmul)
+    monkeypatch.setattr(kernel_check._OnGpu, "get", lambda held: held._weight)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    result = check_kernels(LLAMA, KernelsGate(modules=4))
+    assert result.status is (Status.FAILED if other else Status.PASSED)
+    if other:
+        assert {finding.rule for finding in result.errors} >= {"beyond-bound"}
+    else:
+        assert result.data["worst"][path.value] < 1e-9
+        assert 0.01 < max(row["rounding_error"] for row in rows(result)) < 1
 
 
 def test_the_report_names_paths_kernels_and_reasons():

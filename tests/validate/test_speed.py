@@ -297,11 +297,14 @@ def played(monkeypatch):
     """speed_gpu on the CPU: `timed` calls each launch once; the W4A16 kernels are float64, and may be spoilt."""
     from types import SimpleNamespace
 
-    from requant.validate import speed_gpu
+    from requant.validate import gpu_clock, speed_gpu
 
-    state = SimpleNamespace(spoil=lambda y: y, launches=[], module=speed_gpu)
+    state = SimpleNamespace(spoil=lambda y: y, launches=[], poisoned=[], module=speed_gpu)
 
-    def timed(calls, launches=48):
+    def timed(calls, launches=48, *, poison):
+        for output in poison:
+            output.fill_(torch.nan)
+        state.poisoned.append(len(poison))
         for call in calls:
             call()
         state.launches.append(len(calls))
@@ -330,7 +333,8 @@ def played(monkeypatch):
 
     monkeypatch.setattr(speed_gpu, "_DEVICE", "cpu")
     monkeypatch.setattr(speed_gpu, "timed", timed)
-    monkeypatch.setattr(speed_gpu, "copies_past_l2", lambda nbytes: 3)
+    for module in (gpu_clock, speed_gpu):
+        monkeypatch.setattr(module, "copies_past_l2", lambda nbytes: 3)
     monkeypatch.setattr(
         speed_gpu, "w4a16", SimpleNamespace(w4a16_matmul=dense, w4a16_moe=moe, route_experts=route_experts)
     )
@@ -354,8 +358,9 @@ def test_a_dense_product_is_rotated_and_checked(played, tokens):
     measured = played.module.time_fp4(KernelPath.W4A16, weight, tokens, 0)
     assert (measured.us, measured.spread_us, measured.touched) == (10.0, 0.5, 1.0)
     assert 0 < measured.of_bound <= 1
-    assert played.launches == [3], "three copies take turns"
-    assert played.module.Bf16(weight).time(tokens, 0).us == 10.0
+    assert played.launches == played.poisoned == [3], "three copies take turns, each with an output of its own"
+    bf16 = played.module.Bf16(weight).time(tokens, 0)
+    assert (bf16.us, bf16.of_bound) == (10.0, 0.0)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (6, 2), (3, 4)])
@@ -367,9 +372,12 @@ def test_a_grouped_product_is_rotated_and_checked(played, tokens, top_k):
     measured = played.module.time_fp4(KernelPath.W4A16, weight, tokens, top_k)
     assert 0 < measured.of_bound <= 1
     assert top_k <= measured.touched <= min(4, tokens * top_k)
-    assert played.launches == [3]
+    assert played.launches == played.poisoned == [3]
     bf16 = played.module.Bf16(weight).time(tokens, top_k)
-    assert bf16.touched == measured.touched, "the same routings"
+    assert (bf16.touched, bf16.of_bound) == (measured.touched, 0.0), "the same routings"
+    assert played.poisoned[-1] == sum(
+        len(played.module.random_routing(tokens, 4, top_k, seed).unique()) for seed in range(played.launches[-1])
+    )
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (4, 16, 64)])
@@ -386,6 +394,20 @@ def test_an_output_nobody_wrote_and_a_wrong_one_are_found(played, shape):
     for spoil in (lambda y: torch.full_like(y, torch.nan), one_off, lambda y: y.roll(1, -1)):
         played.spoil = spoil
         assert played.module.time_fp4(KernelPath.W4A16, weight, 2, 2).of_bound > 1
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (4, 16, 64)])
+def test_a_baseline_that_was_not_written_is_found(played, shape, monkeypatch):
+    weight = fp4(np.random.default_rng(2), *shape)
+    real, left_out = torch.matmul, []
+
+    def all_but_the_first(x, w, out):
+        left_out.append(out)
+        return out if len(left_out) == 1 else real(x, w, out=out)
+
+    monkeypatch.setattr(torch, "matmul", all_but_the_first)
+    monkeypatch.setattr(played.module, "copies_past_l2", lambda nbytes: 1)
+    assert played.module.Bf16(weight).time(2, 2).of_bound == float("inf")
 
 
 def test_the_sources_format_holds_the_same_numbers_where_scales_are_powers_of_two(played):

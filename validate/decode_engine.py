@@ -9,7 +9,7 @@ decode to the same length. That is enough to measure a step and a prefill, and n
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ def _can_overlap() -> bool:
 
 
 class Engine:
-    """`streams` streams of at most `capacity` tokens each."""
+    """`streams` streams of at most `capacity` tokens each. logits [C, V]: of the last step."""
 
     def __init__(
         self, decoder: Decoder, streams: int, capacity: int, products: Products, glue: Glue | None = None
@@ -61,32 +61,32 @@ class Engine:
         self.glue = make_glue(decoder) if glue is None else glue
         self.cache = Cache.empty(decoder, streams, capacity)
         self.state = State.new(decoder, streams)
+        self.logits: torch.Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_logits: torch.Tensor | None = None
+        self._prefill: torch.cuda.CUDAGraph | None = None
+        device = decoder.embedding.device
+        self._prompt = torch.zeros(0, dtype=torch.int64, device=device)
+        self._stream = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property
     def on_gpu(self) -> bool:
         """Whether steps run on a GPU."""
         return self.decoder.embedding.is_cuda
 
-    def capture(self) -> None:
-        """Record a step as a CUDA graph (nothing on a CPU). Streams start anew afterwards."""
+    def capture(self, prompt_tokens: int = 0) -> None:
+        """Record a step as a CUDA graph, and the prefill of a prompt of that many tokens as another (nothing on a CPU).
+
+        Streams start anew afterwards.
+        """
         if not self.on_gpu:
             return
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with (
-            torch.cuda.stream(side),
-            torch.inference_mode(),
-        ):  # kernels compile and products are tuned outside a capture
-            self._eager()
-            self._eager()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        self._graph = _recorded(self._eager)
+        self._graph_logits = self.logits
+        if prompt_tokens:
+            self._prompt = torch.zeros(prompt_tokens, dtype=torch.int64, device=self._stream.device)
+            self._prefill = _recorded(self._eager_prefill)
         self.state.positions.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph):
-            self._eager()
-        self._graph = graph
 
     def step(self, *, eager: bool = False) -> None:
         """One token more for every stream."""
@@ -95,21 +95,36 @@ class Engine:
                 self._eager()
         else:
             self._graph.replay()
+            self.logits = self._graph_logits
 
     def _eager(self) -> None:
-        step(self.decoder, self.cache, self.state, self.glue, self.products)
+        self.logits = step(self.decoder, self.cache, self.state, self.glue, self.products)
 
-    def start(self, stream: int, prompt: torch.Tensor) -> None:
+    def start(self, stream: int, prompt: torch.Tensor, *, eager: bool = False) -> None:
         """Prefill a prompt; its first token becomes the stream's last."""
+        self._stream.fill_(stream)
+        if self._prefill is not None and len(prompt) == len(self._prompt) and not eager:
+            self._prompt.copy_(prompt)
+            self._prefill.replay()
+            return
+        kept, self._prompt = self._prompt, prompt
         with torch.inference_mode():
-            logits = prefill(self.decoder, self.cache, stream, prompt, self.glue, self.products)
-            self.state.tokens[stream] = logits.argmax()
-            self.state.positions[stream] = len(prompt)
+            self._eager_prefill()
+        self._prompt = kept
+
+    def _eager_prefill(self) -> None:
+        logits = prefill(self.decoder, self.cache, self._stream, self._prompt, self.glue, self.products)
+        self.state.tokens.index_copy_(0, self._stream, logits.argmax()[None])
+        self.state.positions.index_fill_(0, self._stream, len(self._prompt))
+
+    def rewind(self, position: int) -> None:
+        """Let every stream stand at this position; what lies behind it in the cache is overwritten."""
+        self.state.positions.fill_(position)
 
     def tokens(self, prompts: Sequence[torch.Tensor], count: int, *, eager: bool) -> list[list[int]]:
-        """The `count` greedy tokens of each stream."""
+        """The `count` greedy tokens of each stream. eager: kernel by kernel, without the graphs."""
         for stream, prompt in enumerate(prompts):
-            self.start(stream, prompt)
+            self.start(stream, prompt, eager=eager)
         seen = [self.state.tokens.clone()]
         for _ in range(count - 1):
             self.step(eager=eager)
@@ -153,3 +168,18 @@ class Engine:
     def _wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
+
+
+def _recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `work`, which has run twice before: kernels compile and products are tuned outside a capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.inference_mode():
+        work()
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        work()
+    return graph

@@ -83,9 +83,12 @@ def step(decoder: Decoder, cache: Cache, state: State, glue: Glue, products: Pro
 
 
 def prefill(
-    decoder: Decoder, cache: Cache, stream: int, prompt: torch.Tensor, glue: Glue, products: Products
+    decoder: Decoder, cache: Cache, stream: torch.Tensor, prompt: torch.Tensor, glue: Glue, products: Products
 ) -> torch.Tensor:
-    """Run a prompt [T] into the cache of one stream; the logits [V] after its last token."""
+    """Run a prompt [T] into the cache of one stream; the logits [V] after its last token.
+
+    stream [1] int64: on the device, so that one CUDA graph serves them all.
+    """
     h = decoder.embedding.index_select(0, prompt).float()
     added: Added | None = None
     for layer, kept in zip(decoder.layers, cache.layers, strict=True):
@@ -123,7 +126,7 @@ def _mlp(
 
 
 def _attend_all(
-    qkv: torch.Tensor, a: Attention, kept: tuple[torch.Tensor, torch.Tensor], stream: int, decoder: Decoder
+    qkv: torch.Tensor, a: Attention, kept: tuple[torch.Tensor, torch.Tensor], stream: torch.Tensor, decoder: Decoder
 ) -> torch.Tensor:
     """Causal attention of a whole prompt, its keys and values kept; a few hundred queries at a time."""
     count = len(qkv)
@@ -131,8 +134,8 @@ def _attend_all(
     cos, sin = decoder.cos[:count, None], decoder.sin[:count, None]
     q, k = (rotated(t, cos, sin).transpose(0, 1) for t in (q, k))
     keys, values = k.to(kept[0].dtype), v.transpose(0, 1).to(kept[1].dtype)
-    kept[0][stream, :, :count] = keys
-    kept[1][stream, :, :count] = values
+    for cache, new in zip(kept, (keys, values), strict=True):
+        cache[:, :, :count].index_copy_(0, stream, new[None])
     at = torch.arange(count, device=qkv.device)
     out: list[torch.Tensor] = []
     for begin in range(0, count, _QUERIES):

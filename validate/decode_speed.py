@@ -3,7 +3,8 @@
 For each concurrency C and its number of requests: waves of C prompts of the same length, prefilled one after the other
 and decoded together. Reported: prefill, time to first token (from the wave's start, so later prompts wait for earlier
 ones), time between tokens, tokens per second of one stream and in total; medians and 95th percentiles; a first wave and
-the capture of the graph are not counted. Greedy tokens of the graph must equal those of the same step launched eagerly.
+the capture of the graphs are not counted. Greedy tokens of the graphs must equal those of the same step launched
+eagerly, and logits those of a reference (decode_reference.py): a speed is no speed where the numbers are wrong.
 
 The roofline of a step is its bytes over the card's read bandwidth, measured in the same run: the dense weights, the
 experts that the step's tokens were routed to, norms and biases, the embedding's rows, keys and values. Prompts are
@@ -14,8 +15,11 @@ random tokens: speed depends on values only through routing, which is random as 
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -29,6 +33,7 @@ from requant.validate.decode_load import as_bf16, load_decoder
 from requant.validate.decode_model import Decoder, Moe
 from requant.validate.decode_products import Products
 from requant.validate.decode_profile import breakdown, profile_step
+from requant.validate.decode_reference import BOUND, Deviation, check_prefill, check_step
 from requant.validate.results import JSON, Finding
 
 __all__ = ["Measured", "measure_model", "step_bytes"]
@@ -91,6 +96,7 @@ def measure_model(
     else:
         bench.attempt("source", lambda: load_decoder(source, device=device, positions=bench.capacity))
     measured.data["runs"] = bench.shown
+    measured.data["seconds"] = {part: round(seconds, 1) for part, seconds in bench.seconds.items()}
     measured.data["not_measured"] = dict(measured.missing)
     return measured
 
@@ -110,6 +116,7 @@ class _Bench:
         self._progress = progress
         self._measured = measured
         self._done = 0
+        self.seconds: dict[str, float] = {}
         self._total = sum(_waves(r, c) for c, r in zip(gate.concurrency, gate.requests, strict=True)) * 3
         self.capacity = gate.prompt_tokens + max(gate.output_tokens, _CHECKED)  # the profiled steps go that far
         self.shown: list[JSON] = []
@@ -117,7 +124,8 @@ class _Bench:
     def converted(self, output: Path) -> None:
         """The checkpoint that is judged, and on a GPU the same numbers in BF16."""
         try:
-            target = load_decoder(output, device=self._device, positions=self.capacity)
+            with self.timing("load"):
+                target = load_decoder(output, device=self._device, positions=self.capacity)
             self.run("converted", target)
         except ModelUnavailableError:
             raise
@@ -130,11 +138,20 @@ class _Bench:
     def attempt(self, name: str, make: Callable[[], Decoder]) -> None:
         """A run that the verdict can do without."""
         try:
-            self.run(name, make())
+            with self.timing("load"):
+                decoder = make()
+            self.run(name, decoder)
         except ModelUnavailableError as error:
             self._measured.missing[name] = str(error)
         except _BREAKS as error:
             self._measured.missing[name] = _why(error)
+
+    @contextmanager
+    def timing(self, part: str) -> Generator[None]:
+        """Seconds of the host spent on one part of the stage, added up in `seconds`."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def run(self, name: str, decoder: Decoder) -> None:
         """Measure one decoder at every concurrency."""
@@ -143,6 +160,11 @@ class _Bench:
         label = f"{name} ({_formats(decoder)})"
         shown: dict[str, JSON] = {"label": label, "class": decoder.kind, "points": []}
         self.shown.append(shown)
+        with self.timing("reference"):
+            prompt = _prompts(decoder, 1, self._gate.prompt_tokens, 1)[0][0]
+            shown["prefill_of_reference"] = self._judged(
+                name, "the keys and values of a prefill", check_prefill(decoder, prompt, products)
+            )
         for streams, requests in zip(self._gate.concurrency, self._gate.requests, strict=True):
             points.append(self._fitting(name, decoder, streams, requests, products))
             shown["points"] = list[JSON](points)
@@ -163,38 +185,54 @@ class _Bench:
                 self._measured.findings.append(Finding("smaller-batch", "warning", message, where=name))
 
     def _point(self, name: str, decoder: Decoder, batch: int, requests: int, products: Products) -> Point:
-        gate = self._gate
-        engine = Engine(decoder, batch, self.capacity, products)
-        engine.capture()
+        gate, middle = self._gate, self._gate.prompt_tokens + self._gate.output_tokens // 2
+        with self.timing("reference"):
+            found = check_step(decoder, batch, middle, products)
+            checked_point: Point = {"of_reference": self._judged(name, f"the logits of {batch} streams' step", found)}
+        with self.timing("capture"):
+            engine = Engine(decoder, batch, self.capacity, products)
+            engine.capture(gate.prompt_tokens)
         count = _waves(requests, batch)
         prompts = _prompts(decoder, batch, gate.prompt_tokens, count + 1)
         checked = min(_CHECKED, gate.output_tokens)
-        tokens = [engine.tokens(prompts[0], checked, eager=eager) for eager in (True, False)]
+        with self.timing("graph against eager"):
+            tokens = [engine.tokens(prompts[0], checked, eager=eager) for eager in (True, False)]
         if tokens[0] != tokens[1]:
             message = f"at {batch} streams the graph's greedy tokens differ from those of the same step without it"
             self._measured.findings.append(Finding("graph-differs", "error", message, where=name))
-        engine.wave(prompts[0], min(_WARM_TOKENS, gate.output_tokens))
         waves: list[Wave] = []
         touched: list[float] = []
-        for wave in prompts[1:]:
-            waves.append(engine.wave(wave, gate.output_tokens))
-            touched.append(_touched(engine))
-            self._done += 1
-            self._progress(min(self._done, self._total), self._total)
-        point = _summary(waves, batch)
-        middle = gate.prompt_tokens + gate.output_tokens // 2
+        with self.timing("waves"):
+            engine.wave(prompts[0], min(_WARM_TOKENS, gate.output_tokens))
+            for wave in prompts[1:]:
+                waves.append(engine.wave(wave, gate.output_tokens))
+                touched.append(_touched(engine))
+                self._done += 1
+                self._progress(min(self._done, self._total), self._total)
+        point = checked_point | _summary(waves, batch)
         moved = step_bytes(decoder, batch, statistics.mean(touched), middle)
         point |= {"bytes": moved, "experts_touched": round(statistics.mean(touched), 2), "first_tokens": tokens[1][0]}
         if self._read is not None:
             floor = moved / self._read / 1e3
             point |= {"roofline_us": round(floor, 1), "of_roofline": round(floor / _float(point, "step_us_median"), 4)}
         if engine.on_gpu:
-            for stream, prompt in enumerate(prompts[0]):
-                engine.start(stream, prompt)
-            parts = breakdown(profile_step(engine.step))
+            engine.rewind(middle)
+            with self.timing("profile"):
+                parts = breakdown(profile_step(engine.step))
             point["breakdown"] = list[JSON](parts)
             point["bottleneck"] = bottleneck(name, batch, point, parts)
         return point
+
+    def _judged(self, name: str, what: str, found: Deviation) -> JSON:
+        """The deviation as it is reported; an error where it is too large."""
+        if found.wrong:
+            apart = f"{what} are off by {found.error:.2g} of their size"
+            if found.error <= BOUND:
+                apart = f"experts were chosen {found.routing:.2g} of the largest logit below the likeliest ones"
+            message = f"{apart}, against {BOUND:g} that rounding explains ({found.layers} layers, float64 products)"
+            self._measured.findings.append(Finding("reference-differs", "error", message, where=name))
+        numbers = {"error": found.error, "routing": found.routing}
+        return {key: float(f"{value:.3g}") if math.isfinite(value) else str(value) for key, value in numbers.items()}
 
 
 def step_bytes(decoder: Decoder, streams: int, touched: float, position: int) -> int:

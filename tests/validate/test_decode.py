@@ -231,7 +231,7 @@ def test_each_concurrency_has_its_requests_and_the_source_stands_beside(monkeypa
 
 def test_too_little_memory_is_a_smaller_batch_and_said(monkeypatch):
     class Small(Engine):
-        def capture(self):
+        def capture(self, prompt_tokens=0):
             if self.streams > 2:
                 raise torch.OutOfMemoryError
 
@@ -321,7 +321,7 @@ def test_what_was_measured_before_a_run_broke_off_is_kept_and_nothing_of_it_pass
     from requant.validate import speed
 
     class Breaks(Engine):
-        def capture(self):
+        def capture(self, prompt_tokens=0):
             if self.streams > 1:
                 raise RuntimeError("CUDA error: an illegal address\nmore")
 
@@ -334,7 +334,7 @@ def test_what_was_measured_before_a_run_broke_off_is_kept_and_nothing_of_it_pass
     assert speed._judge(found, gate, data, []) == said
     assert data["not_measured"] == {"converted": said}
 
-    def nothing(engine):
+    def nothing(engine, prompt_tokens):
         raise torch.OutOfMemoryError
 
     found, _ = measured(monkeypatch, gate=gate, Engine=type("None", (Engine,), {"capture": nothing}))
@@ -347,7 +347,7 @@ def test_a_baseline_that_breaks_off_is_no_baseline_at_every_concurrency(monkeypa
     seen = []
 
     class Breaks(Engine):
-        def capture(self):
+        def capture(self, prompt_tokens=0):
             seen.append(self.streams)
             if len(seen) == 4:  # the source, at the second concurrency
                 raise RuntimeError("broken")
@@ -400,6 +400,6 @@ def test_a_fused_step_in_a_graph_decodes_the_plain_steps_tokens(pdl):
         logits.append(last.float())
     assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].abs().max()
     engine = Engine(model, 3, 64, products, make_glue(model, pdl=pdl))
-    engine.capture()
+    engine.capture(9)
     prompts = [torch.arange(9).cuda() + i for i in range(3)]
     assert engine.tokens(prompts, 20, eager=True) == engine.tokens(prompts, 20, eager=False)

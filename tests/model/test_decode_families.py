@@ -46,7 +46,8 @@ def test_the_engine_computes_what_the_class_computes(golden, name):
     cache, state = Cache.empty(decoder, 2, 80), State.new(decoder, 2)
     with torch.inference_mode():
         expected = theirs(input_ids=ids, use_cache=False).logits[:, -1]
-        ours = torch.stack([prefill(decoder, cache, stream, ids[stream], PlainGlue(), products) for stream in range(2)])
+        at = [torch.tensor([stream]) for stream in range(2)]
+        ours = torch.stack([prefill(decoder, cache, at[s], ids[s], PlainGlue(), products) for s in range(2)])
         assert float((ours - expected).abs().max()) < 1e-5 * float(expected.abs().max())
         sequence = ids
         for _ in range(12):

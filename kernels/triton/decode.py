@@ -364,19 +364,24 @@ def _merge(
     part_ptr, state_ptr, sinks_ptr, out_ptr, token, head, at, live, wide, rows,
     HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a KV head's query heads, in the order of the parts."""
+    """The parts of a KV head's query heads, in the order of the parts.
+
+    The sum is not tl.sum's: with the product before it fused into the last addition, two lanes that add the same two
+    terms differ in the last bit, and which of them the layout conversion keeps would be chance.
+    """
     split = tl.arange(0, SPLITS)
     states = state_ptr + (split[:, None] * rows + at[None, :]) * 2
     most_all = tl.load(states, mask=live[None, :], other=0.0, cache_modifier=".cg")
-    total_all = tl.load(states + 1, mask=live[None, :], other=0.0, cache_modifier=".cg")
     best = tl.max(most_all, 0)
-    whole = tl.sum(tl.exp(most_all - best[None, :]) * total_all, 0)
+    whole = tl.zeros((GROUP,), tl.float32)
     out = tl.zeros((GROUP, D), tl.float32)
     for s in tl.static_range(SPLITS):
-        most = tl.load(state_ptr + (s * rows + at) * 2, mask=live, other=0.0, cache_modifier=".cg")
+        state = state_ptr + (s * rows + at) * 2
+        share = tl.exp(tl.load(state, mask=live, other=0.0, cache_modifier=".cg") - best)
+        whole += tl.load(state + 1, mask=live, other=0.0, cache_modifier=".cg") * share
         from_part = part_ptr + (s * rows + at).to(tl.int64)[:, None] * D + wide[None, :]
         part = tl.load(from_part, mask=live[:, None], other=0.0, cache_modifier=".cg")
-        out += part * tl.exp(most - best)[:, None]
+        out += part * share[:, None]
     _finish(best, whole, out, sinks_ptr, out_ptr, token, head, live, wide, HEADS, D, SINKS)
 
 

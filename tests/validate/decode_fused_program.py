@@ -98,6 +98,7 @@ def attention():
         ours = FUSED.attend(qkv, a, tuple(caches), positions, tables, 1e-5)
         exact = PLAIN.attend(qkv, a, tuple(theirs), positions, tables, 1e-5)
         say(f"attend {family}", [ours, *caches], [exact, *theirs])
+        assert torch.equal(ours, FUSED.attend(qkv, a, tuple(caches), positions, tables, 1e-5)), "the same bits again"
 
 
 def products():

@@ -142,6 +142,8 @@ def choose(
             continue
         why = f"the first path for {chip} that runs"
         return Choice(candidate, candidate.kernel, chip, why + (f" ({'; '.join(passed_over)})" if passed_over else ""))
+    if on_gpu and known.gpu()[1] is None:
+        raise KernelUnavailableError(f"no GPU path runs here: {chip}")
     raise KernelUnavailableError(f"no FP4 kernel runs on {chip}: {'; '.join(passed_over) or 'SM80 or later is needed'}")
 
 
@@ -152,17 +154,21 @@ def _named(path: Path | str, fmt: NumberFormat, n: int, k: int, on_gpu: bool, ch
     if named.on_gpu != on_gpu:
         wants, has = ("tensors on a GPU", "arrays on the CPU") if named.on_gpu else ("numpy arrays", "tensors on a GPU")
         if named.on_gpu:
-            state = _AVAILABILITY[named]()
-            if state.state is not State.RUNS:
-                raise KernelUnavailableError(f"path {named} is {state}")
+            _check_runs(named)
         raise ValueError(f"path {named} takes {wants}, not {has}")
     refused = _refusal(named, fmt, n, k, grouped)
     if refused:
         raise KernelUnavailableError(f"path {named} is unavailable because {refused}")
-    state = _AVAILABILITY[named]()
-    if state.state is not State.RUNS:
-        raise KernelUnavailableError(f"path {named} is {state}")
+    _check_runs(named)
     return Choice(named, named.kernel, chip, "asked for by name")
+
+
+def _check_runs(path: Path) -> None:
+    state = _AVAILABILITY[path]()
+    if state.state is State.COMPILES:
+        raise KernelUnavailableError(f"path {path} compiles here, but does not run: {state.reason}")
+    if state.state is not State.RUNS:
+        raise KernelUnavailableError(f"path {path} is {state}")
 
 
 def _order(on_gpu: bool) -> tuple[Path, ...]:
@@ -214,7 +220,9 @@ def _w4a4_emulated() -> Availability:
     nvcc = find_cuda_tool("nvcc")
     if capability is None or capability < _OLDEST:
         reason = name if capability is None else f"{name} is older than SM80"
-        return Availability(State.COMPILES if nvcc else State.UNAVAILABLE, reason)
+        if nvcc is None:
+            return Availability(State.UNAVAILABLE, f"{reason} and no nvcc")
+        return Availability(State.COMPILES, f"for SM80 and later by {nvcc}; {reason}")
     if nvcc is None:
         return Availability(State.UNAVAILABLE, f"{name} could run it, but there is no nvcc: set CUDA_HOME")
     return Availability(State.RUNS, f"{name}, a proof of the W4A4 kernels; its speed means nothing")

@@ -134,6 +134,8 @@ def bench_kernels(
     KernelUnavailableError where the path cannot run.
     """
     started = time.perf_counter()
+    if path == Path.W4A4_EMULATED:
+        raise ValueError(f"{path} proves the W4A4 kernels; its speed means nothing, so it is not timed")
     if not output.is_dir():
         raise SourceError("is not a folder", where=str(output), hint="give the folder that `requant run` wrote")
     folder = open_folder(output, Collector())

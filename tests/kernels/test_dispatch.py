@@ -123,6 +123,38 @@ def test_operands_on_the_wrong_side(chip):
         pick(path="w4a16", on_gpu=False)
 
 
+def test_what_only_compiles_is_said_so(chip, monkeypatch):
+    chip((9, 0))
+    compiles = Availability(State.COMPILES, "for SM120 by nvcc; Card has no FP4 mma")
+    monkeypatch.setitem(dispatch._AVAILABILITY, Path.W4A4, lambda: compiles)
+    with pytest.raises(
+        KernelUnavailableError, match="w4a4 compiles here, but does not run: for SM120 by nvcc; Card has"
+    ):
+        pick(path="w4a4")
+    monkeypatch.setattr(availability, "gpu", lambda: ("there is no GPU", None))
+    with pytest.raises(KernelUnavailableError, match=r"^no GPU path runs here: there is no GPU$"):
+        pick()
+
+
+@pytest.mark.parametrize("nvcc", [None, "/opt/nvcc"])
+def test_emulation_says_what_it_needs(monkeypatch, nvcc):
+    from requant.kernels import cuda_build
+
+    monkeypatch.setattr(cuda_build, "find_cuda_tool", lambda name: nvcc)
+    state = dispatch._AVAILABILITY[Path.W4A4_EMULATED]
+    for name, capability, said in (
+        ("there is no GPU", None, "there is no GPU"),
+        ("Card (SM75)", (7, 5), "Card (SM75) is older than SM80"),
+    ):
+        monkeypatch.setattr(availability, "gpu", lambda found=(name, capability): found)
+        expected = (
+            f"compiles: for SM80 and later by {nvcc}; {said}" if nvcc else f"unavailable because {said} and no nvcc"
+        )
+        assert str(state()) == expected
+    monkeypatch.setattr(availability, "gpu", lambda: ("Card (SM90)", (9, 0)))
+    assert state().state is (State.RUNS if nvcc else State.UNAVAILABLE)
+
+
 def test_every_path_is_listed_with_its_state(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     listed = {state.path: state for state in paths()}

@@ -83,10 +83,22 @@ def test_the_sample_is_seeded_and_holds_every_shape():
     assert {r["module"] for r in rows(other)} != {r["module"] for r in rows(first)}
 
 
-def test_a_gate_for_a_gpu_does_not_run_here():
-    result = check_kernels(LLAMA, KernelsGate(device="cuda"))
-    assert (result.status, result.device) == (Status.NOT_RUN, "")
-    assert result.reason == "the gate asks for a GPU, and no GPU path runs here: there is no GPU"
+def test_a_gate_for_a_gpu_is_not_run_here_though_the_cpu_path_is():
+    result = check_kernels(LLAMA, KernelsGate(device="cuda", modules=2))
+    assert (result.status, result.device) == (Status.NOT_RUN, "cpu")
+    said = (
+        "the gate asks for a GPU, and no GPU path runs here: there is no GPU; the CPU path is right on 2 of 14 matrices"
+    )
+    assert result.reason.startswith(said)
+    assert len(rows(result)) == 6
+    assert 0 < result.data["worst"]["cpu"] < 1e-6
+
+
+def test_a_gate_for_a_gpu_fails_here_by_what_the_cpu_path_finds(monkeypatch):
+    wrong_kernel(monkeypatch, lambda y: y * np.float32(1.5))
+    result = check_kernels(LLAMA, KernelsGate(device="cuda", modules=2))
+    assert result.status is Status.FAILED
+    assert {finding.rule for finding in result.errors} == {"beyond-bound", "rel-error"}
 
 
 def test_a_folder_without_fp4_is_not_run():

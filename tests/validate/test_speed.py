@@ -122,6 +122,7 @@ def test_bad_requests(no_gpu):
         ("0", "cpu", "auto", "at least 1"),
         ("1", "tpu", "auto", "no device is called 'tpu'"),
         ("1", "cpu", "w4a99", "no path is called 'w4a99'"),
+        ("1", "auto", "w4a4-emulated", "its speed means nothing, so it is not timed"),
     ]:
         with pytest.raises(UsageError, match=message):
             run_bench(LLAMA, tokens, device, path)

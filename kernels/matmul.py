@@ -2,7 +2,7 @@
 
     y, choice = matmul(x, PackedTensor(...))                    # numpy: FP32 [M, K] -> FP32 [M, N] on the CPU
     y, choice = matmul(x, Fp4Tensor.weight(...))                # torch: BF16 [M, K] -> BF16 [M, N] on the GPU
-    y, choice = grouped_matmul(x, experts, expert_ids)          # y [tokens, top_k, N]
+    y, choice = grouped_matmul(x, experts, expert_ids)          # y [tokens, top_k, N], on either
 
 dispatch.py has the paths and how `auto` chooses; a path asked for by name runs or raises KernelUnavailableError.
 activations="bf16" keeps `auto` from paths that round x to FP4 (a checkpoint made for W4A16 says so by having no
@@ -86,6 +86,17 @@ def matmul(
     return Product(_on_gpu(x, weight, choice.path, input_scale), choice)
 
 
+@overload
+def grouped_matmul(
+    x: NDArray[np.float32],
+    weight: Sequence[PackedTensor],
+    expert_ids: NDArray[np.integer],
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[Array]: ...
+@overload
 def grouped_matmul(
     x: torch.Tensor,
     weight: Fp4Tensor,
@@ -94,11 +105,25 @@ def grouped_matmul(
     *,
     activations: Activations = "fp4",
     input_scale: float | None = None,
-) -> Product[torch.Tensor]:
-    """Each token times its own experts: x BF16 [T, K], weight [E, N, K], ids int [T, top_k] -> y BF16 [T, top_k, N].
+) -> Product[torch.Tensor]: ...
+def grouped_matmul(
+    x: NDArray[np.float32] | torch.Tensor,
+    weight: Sequence[PackedTensor] | Fp4Tensor,
+    expert_ids: NDArray[np.integer] | torch.Tensor,
+    path: Path | str = "auto",
+    *,
+    activations: Activations = "fp4",
+    input_scale: float | None = None,
+) -> Product[Array] | Product[torch.Tensor]:
+    """Each token times its own experts: x [T, K], weight [E, N, K], ids int [T, top_k] -> y [T, top_k, N].
 
-    Errors as matmul's, and ValueError for an expert id out of range.
+    On a GPU BF16 tensors and a stack, on a CPU FP32 arrays and one PackedTensor for each expert. Errors as matmul's,
+    and ValueError for an expert id out of range.
     """
+    if isinstance(x, np.ndarray) or isinstance(expert_ids, np.ndarray) or isinstance(weight, Sequence):
+        if not (isinstance(x, np.ndarray) and isinstance(expert_ids, np.ndarray) and isinstance(weight, Sequence)):
+            raise ValueError("experts on the CPU: x and ids are numpy arrays, and the weight a PackedTensor for each")
+        return _grouped_on_cpu(x, weight, expert_ids, path, activations)
     if weight.codes.dim() != 3:
         raise ValueError(f"codes {list(weight.codes.shape)} are not a stack of experts [E, N, K/2]")
     on_gpu = _same_device(x, weight)
@@ -135,6 +160,34 @@ def _on_cpu(x: NDArray[np.float32], weight: PackedTensor, path: Path | str, acti
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"global scale {scale} is not a positive finite number")
     return Product(reference.matmul(x, decode(weight)), choice)
+
+
+def _grouped_on_cpu(
+    x: NDArray[np.float32],
+    experts: Sequence[PackedTensor],
+    ids: NDArray[np.integer],
+    path: Path | str,
+    activations: Activations,
+) -> Product[Array]:
+    """Expert by expert, each decoded once: all of its tokens in one product."""
+    if not experts or any(
+        w.format is not experts[0].format or w.codes.shape != experts[0].codes.shape for w in experts
+    ):
+        raise ValueError("experts have one format and shape, and there is at least one")
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0] or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"expert_ids must be integers [{x.shape[0]}, top_k], not {ids.dtype} {list(ids.shape)}")
+    outside = ids[(ids < 0) | (ids >= len(experts))]
+    if outside.size:
+        raise ValueError(f"expert id {outside[0]} is out of range: there are {len(experts)} experts")
+    nothing = [_on_cpu(x[:0], w, path, activations) for w in experts]  # checks what no token asks for, too
+    shape = (*ids.shape, experts[0].codes.shape[0])
+    exact = nothing[0].choice.path is Path.REFERENCE
+    y: Array = np.empty(shape, np.float64) if exact else np.empty(shape, np.float32)
+    for expert, w in enumerate(experts):
+        token, slot = np.nonzero(ids == expert)
+        if token.size:
+            y[token, slot] = _on_cpu(x[token], w, path, activations).y
+    return Product(y, nothing[0].choice)
 
 
 def _same_device(x: torch.Tensor, weight: Fp4Tensor) -> bool:

@@ -107,6 +107,42 @@ def test_numpy_and_torch_are_not_mixed():
         matmul(torch.zeros((2, 32), dtype=torch.bfloat16), on_cpu)
 
 
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4])
+@pytest.mark.parametrize("path", ["auto", "cpu", "reference"])
+def test_experts_on_the_cpu_are_each_tokens_own(fmt, path):
+    rng = np.random.default_rng(3)
+    experts, x = [packed(rng, fmt, 12, 64) for _ in range(5)], rng.standard_normal((7, 64)).astype(np.float32)
+    ids = np.stack([rng.permutation(4)[:3] for _ in range(7)])  # the fifth is nobody's
+    y, choice = grouped_matmul(x, experts, ids, path)
+    assert (y.shape, choice.path) == ((7, 3, 12), Path.CPU if path == "auto" else path)
+    for token, slot in np.ndindex(7, 3):
+        exact = x[token].astype(np.float64) @ decode(experts[ids[token, slot]]).T
+        terms = np.abs(x[token].astype(np.float64)) @ np.abs(decode(experts[ids[token, slot]])).T
+        assert bounds.excess(y[token, slot].astype(np.float64), exact, terms) < 0.01
+    assert grouped_matmul(x[:0], experts, ids[:0], path).y.shape == (0, 3, 12)
+
+
+def test_experts_on_the_cpu_that_do_not_fit_are_refused():
+    rng = np.random.default_rng(4)
+    experts, x = [packed(rng, NVFP4, 8, 32) for _ in range(3)], np.zeros((2, 32), np.float32)
+    ids = np.zeros((2, 1), np.int32)
+    bad = PackedTensor(NVFP4, experts[0].codes, experts[0].block_scales, np.float32(-1))
+    refused = {
+        "expert id 3 is out of range: there are 3 experts": (x, experts, ids + 3),
+        "expert id -1 is out of range": (x, experts, ids - 1),
+        r"must be integers \[2, top_k\], not float64 \[2, 1\]": (x, experts, ids.astype(float)),
+        r"must be integers \[2, top_k\], not int32 \[1, 1\]": (x, experts, ids[:1]),
+        "one format and shape": (x, [*experts, packed(rng, NVFP4, 9, 32)], ids),
+        "at least one": (x, [], ids),
+        "do not share K": (x[:, :16], experts, ids),
+        "not a positive finite number": (x, [*experts, bad], ids),
+        "the weight a PackedTensor for each": (x, stack(experts, "cpu"), ids),
+    }
+    for message, operands in refused.items():
+        with pytest.raises(ValueError, match=message):
+            grouped_matmul(*operands)
+
+
 def test_stacked_weights():
     rng = np.random.default_rng(2)
     weights = [packed(rng, NVFP4, 8, 32) for _ in range(3)]

@@ -20,7 +20,7 @@ from requant.validate.opened import OpenedFolder
 from requant.validate.output_view import config_int
 from requant.validate.pairing import UnreadableError, Weight, weight_of
 
-__all__ = ["Layer", "NamedWeight", "Shape", "layers_of", "packed_weights", "read_packed", "shapes_of"]
+__all__ = ["Layer", "NamedWeight", "Shape", "layers_of", "packed_weights", "read_joined", "read_packed", "shapes_of"]
 
 _FUSED: Final = (
     (re.compile(r"(?<=\.)[qkv]_proj$"), ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -79,6 +79,14 @@ def read_packed(reader: MappedReader, weight: Weight) -> PackedTensor:
         stored = np.float32(reader.scalar(weight.global_scale))
         scale = np.float32(1) / stored if weight.reciprocal else stored
     return PackedTensor(weight.format, np.array(codes), np.array(scales), scale)
+
+
+def read_joined(reader: MappedReader, layer: Layer, expert: int) -> PackedTensor:
+    """One expert's parts, one under the other; a runtime fuses only what shares a global scale, so the first counts."""
+    parts = [read_packed(reader, named.weight) for named in layer.parts[expert]]
+    codes = np.concatenate([p.codes for p in parts])
+    scales = np.concatenate([p.block_scales for p in parts])
+    return PackedTensor(parts[0].format, codes, scales, parts[0].global_scale)
 
 
 def layers_of(folder: OpenedFolder) -> list[Layer]:

@@ -1,14 +1,13 @@
 """The kernels stage: every FP4 kernel that runs here, on weights of this very checkpoint, against float64.
 
 A seeded sample of the FP4 matrices (all, if asked; every distinct shape at least once) is read and decoded to float64,
-exactly; x @ w^T in float64 is the judge. Each path multiplies the same activations: `random` (normal), `wide`
-(exponents over 2^20, and outlier channels 64 times the rest), `edges` (random again, on a weight of this matrix's codes
-whose block scales stand at every edge of every window) and `captured`, where a safetensors file of real activations is
-given. M goes through 1, 2, 4, ... 64 from matrix to matrix, so that every width of a kernel is met.
+exactly; x @ w^T in float64 is the judge. Each path multiplies the same activations (kernel_cases.py): random ones, some
+of a wide range, captured ones where a file of them is given, and once more under block scales at the edge of every
+window. M goes through 1, 2, 4, ... 64 from matrix to matrix, so that every width of a kernel is met. Then some experts
+of a layer of each shape, joined as a server joins them, go through the grouped kernels.
 
 Judged are the relative error (Frobenius norm, the gate's `max_rel_error`) and the elementwise bound of
-kernels/bounds.py. Paths that round activations to FP4 are judged against the float64 product of the rounded
-activations, made here by the oracle; what the rounding itself costs is a column of its own.
+kernels/bounds.py; kernel_measure.py says of which product.
 
 Beside that: what Marlin, which flushes block scales below 2^-6, would make of the same matrices.
 """
@@ -19,27 +18,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels import bounds, reference
-from requant.kernels.availability import KernelUnavailableError, gpu
+from requant.kernels.availability import gpu
 from requant.kernels.dispatch import Path, PathState, paths
 from requant.kernels.formats import E4M3_VALUES, E8M0_VALUES, MARLIN_POW2_MIN, NumberFormat, PackedTensor
-from requant.kernels.matmul import decode, matmul, stack
-from requant.kernels.reference_w4a4 import round_activations
-from requant.manifests.errors import SourceError
+from requant.kernels.matmul import decode
 from requant.manifests.schema import KernelsGate
 from requant.validate.collector import Collector
-from requant.validate.fp4_weights import NamedWeight, packed_weights, read_packed
+from requant.validate.fp4_weights import (
+    Layer,
+    NamedWeight,
+    layers_of,
+    packed_weights,
+    read_joined,
+    read_packed,
+    shapes_of,
+)
+from requant.validate.kernel_cases import TOKENS, Captured, bf16, edge_weight, wide
+from requant.validate.kernel_measure import Dense, Experts, Held, Subject
 from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import open_folder
 from requant.validate.results import JSON, StageResult, Status, status_of
-
-if TYPE_CHECKING:
-    import torch
-    from requant.kernels.w4a4_operands import Fp4Tensor
 
 __all__ = ["COLUMNS", "STAGE", "check_kernels"]
 
@@ -49,18 +52,16 @@ COLUMNS: Final = (
 )  # fmt: skip
 """of data["rows"]. of_bound: the largest error as a multiple of its bound; rounding_error: what rounding x to FP4 costs
 (null for paths that do not)."""
-_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64)
 _EMULATED: Final = 2
 """Matrices for the emulated path, which is slow."""
 _EMULATED_TOKENS: Final = 8
-_EDGE_ROWS: Final = 64
-_EDGE_BYTES: Final = {
-    NumberFormat.NVFP4: (0x01, 0x02, 0x07, 0x08, 0x09, 0x38, 0x77, 0x78, 0x7E, 0x00),  # 2^-9 ... 2^-6 | 1 | 2^8 448 0
-    NumberFormat.MXFP4: (108, 110, 111, 119, 127, 128),  # 17 and 14 octaves under the largest, and between
-}
+_EXPERTS: Final = 8
+"""Of a layer of experts, how many are read and multiplied together."""
+_EXPERTS_TOKENS: Final = (1, 16)
+"""Few, and so many that an expert has several: kernels take the two in different ways."""
+_NAN: Final = "has NaN block scales: nothing can be computed with it"
 _TABLES: Final = {NumberFormat.NVFP4: E4M3_VALUES, NumberFormat.MXFP4: E8M0_VALUES}
 Floats = NDArray[np.float64]
-Activation = tuple[str, NDArray[np.float32]]
 Progress = Callable[[int, int], None]
 
 
@@ -73,6 +74,7 @@ class _Found:
     flushed: int = 0
     blocks: int = 0
     flushed_weights: int = 0
+    layers: int = 0
     marlin_worst: float = 0.0
     chips: dict[Path, str] = field(default_factory=dict[Path, str])
 
@@ -107,13 +109,18 @@ def check_kernels(
     if not everything:
         return _not_run("the checkpoint holds no FP4 weight", listed)
     sample = _sample(everything, gate.modules, seed)
-    reader, seen = MappedReader(folder), _Found()
-    captured = _Captured(activations)
+    grouped = [layers[0] for shape, layers in shapes_of(layers_of(folder)).items() if shape.experts]
+    reader, seen, steps = MappedReader(folder), _Found(), len(sample) + len(grouped)
+    captured = Captured(activations)
     for index, named in enumerate(sample):
         weight = read_packed(reader, named.weight)
         _check_one(named.name, index, weight, wanted, captured, seen, found, np.random.default_rng([seed, index]))
         if progress is not None:
-            progress(index + 1, len(sample))
+            progress(index + 1, steps)
+    for index, layer in enumerate(grouped, len(sample)):
+        _check_experts(layer, reader, wanted, seen, found, np.random.default_rng([seed, index]))
+        if progress is not None:
+            progress(index + 1, steps)
     _judge(seen, gate, found)
     device = next((chip for path, chip in seen.chips.items() if path.on_gpu), "")
     status, reason = status_of(found.findings()), _reason(seen, sample, everything, found)
@@ -127,6 +134,7 @@ def check_kernels(
         {
             "paths": listed,
             "modules": {"checked": len(sample), "of": len(everything), "seed": seed},
+            "layers_of_experts": {"checked": seen.layers, "experts_of_each": _EXPERTS},
             "captured": captured.note(),
             "max_rel_error": gate.max_rel_error,
             "worst": {path.value: _finite(error) for path, error in seen.worst.items()},
@@ -164,43 +172,6 @@ def _sample(everything: Sequence[NamedWeight], count: int | str, seed: int) -> l
     return [everything[i] for i in sorted([*chosen, *rest[: count - len(chosen)]])]
 
 
-class _Handle(Protocol):
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> torch.Tensor: ...
-
-
-class _Captured:
-    """Real activations by module, if a file of them was given. SourceError if it cannot be read."""
-
-    def __init__(self, file: FilePath | None) -> None:
-        self._file = file
-        self._used = 0
-        self._handle: _Handle | None = None
-        if file is not None:
-            from safetensors import safe_open
-
-            try:
-                self._handle = cast("_Handle", safe_open(str(file), framework="pt"))
-            except Exception as error:
-                raise SourceError(f"cannot be read: {error}", where=str(file), hint="a safetensors file") from error
-
-    def of(self, module: str, k: int) -> NDArray[np.float32] | None:
-        """The first 64 tokens that entered this module, as BF16 values in float32; None where there are none."""
-        name = module.partition("[")[0]
-        if self._handle is None or name not in self._handle.keys():  # noqa: SIM118 - no mapping
-            return None
-        values = self._handle.get_tensor(name).float().numpy()
-        if values.ndim != 2 or values.shape[1] != k:
-            return None
-        self._used += 1
-        return _bf16(values[: _TOKENS[-1]])
-
-    def note(self) -> JSON:
-        """For the report: how many of the checked matrices had any."""
-        return None if self._file is None else {"file": self._file.name, "matrices": self._used}
-
-
 # --- one matrix -------------------------------------------------------------------------------------------------------
 
 
@@ -209,132 +180,71 @@ def _check_one(
     index: int,
     weight: PackedTensor,
     wanted: Sequence[Path],
-    captured: _Captured,
+    captured: Captured,
     seen: _Found,
     found: Collector,
     rng: np.random.Generator,
 ) -> None:
     k = weight.codes.shape[1] * 2
-    tokens = _TOKENS[index % len(_TOKENS)]
-    exact = decode(weight)
-    if not np.isfinite(exact).all():
-        found.error(
-            "nan-scale", "has NaN block scales: nothing can be computed with it", where=name, hint="convert again"
-        )
+    tokens = TOKENS[index % len(TOKENS)]
+    held = Held(weight)
+    if not np.isfinite(held.numbers()).all():
+        found.error("nan-scale", _NAN, where=name, hint="convert again")
         return
-    cases = [("random", _bf16(rng.standard_normal((tokens, k)))), ("wide", _wide(rng, tokens, k))]
+    x = bf16(rng.standard_normal((tokens, k)))
+    subjects = [Dense("random", x, held), Dense("wide", wide(rng, tokens, k), held)]
     real = captured.of(name, k)
     if real is not None:
-        cases.append(("captured", real))
-    _marlin(weight, exact, cases[0][1], seen)
-    edge = _edge_weight(weight)
-    for case, x, w, values in [*((case, x, weight, exact) for case, x in cases), ("edges", cases[0][1], edge, None)]:
-        judge = _Exact(x, decode(w) if values is None else values, w.format)
-        held = _OnGpu(w)
-        for path in wanted:
-            if path is Path.W4A4_EMULATED and (index >= _EMULATED or tokens > _EMULATED_TOKENS):
-                continue
-            try:
-                row = _measure(path, x, w, judge, held, seen)
-            except ValueError as error:
-                found.error("operand-refused", f"{path}: {error}", where=name, hint="convert again")
-                continue
-            if row is None:
-                continue
-            error, of_bound, rounding = row
-            seen.worst[path] = max(seen.worst.get(path, 0.0), error)
-            cells: list[JSON] = [name, w.codes.shape[0], k, w.format.value, x.shape[0], case, path.value]
-            seen.rows.append([*cells, _finite(error), _finite(of_bound), rounding])
-            if of_bound > 1:
-                message = (
-                    f"{path}, {case} activations, M = {x.shape[0]}: an output is off by {of_bound:.3g} times its bound"
-                )
-                found.error("beyond-bound", message, where=name, hint="this kernel must not serve this checkpoint")
+        subjects.append(Dense("captured", real, held))
+    _marlin(weight, held.numbers(), x, seen)
+    subjects.append(Dense("edges", x, Held(edge_weight(weight))))
+    for subject in subjects:
+        few = index < _EMULATED and tokens <= _EMULATED_TOKENS
+        _check(name, subject, [p for p in wanted if few or p is not Path.W4A4_EMULATED], seen, found)
 
 
-class _OnGpu:
-    """A weight's copy on the GPU, made when it is first asked for."""
-
-    def __init__(self, weight: PackedTensor) -> None:
-        self._weight = weight
-        self._copy: Fp4Tensor | None = None
-
-    def get(self) -> Fp4Tensor:
-        """[N, K]."""
-        if self._copy is None:
-            from requant.kernels.w4a4_operands import Fp4Tensor
-
-            stacked = stack([self._weight])
-            self._copy = Fp4Tensor(stacked.format, stacked.codes[0], stacked.scales[0], stacked.global_scale)
-        return self._copy
-
-
-class _Exact:
-    """x @ w^T and sum |w x| in float64, of x as it is and of x rounded to FP4 as a path does; each made once."""
-
-    def __init__(self, x: NDArray[np.float32], numbers: Floats, fmt: NumberFormat) -> None:
-        self._x, self._numbers, self._format = x, numbers, fmt
-        self._made: dict[str, tuple[Floats, Floats]] = {}
-
-    def of(self, path: Path | None) -> tuple[Floats, Floats]:
-        """(product, terms), each [M, N], of what this path multiplies; None: of x itself."""
-        rounding = path.granularity if path is not None and path.rounds_activations else ""
-        if rounding not in self._made:
-            x = self._x.astype(np.float64)
-            if rounding:
-                x = round_activations(self._x, self._format, granularity=rounding)
-            self._made[rounding] = x @ self._numbers.T, np.abs(x) @ np.abs(self._numbers).T
-        return self._made[rounding]
+def _check_experts(
+    layer: Layer,
+    reader: MappedReader,
+    wanted: Sequence[Path],
+    seen: _Found,
+    found: Collector,
+    rng: np.random.Generator,
+) -> None:
+    """Some experts of a layer, joined and multiplied as a server does it: one grouped product."""
+    experts = [read_joined(reader, layer, expert) for expert in range(min(layer.shape.experts, _EXPERTS))]
+    if not all(np.isfinite(decode(weight)).all() for weight in experts):
+        found.error("nan-scale", _NAN, where=layer.name, hint="convert again")
+        return
+    seen.layers += 1
+    for tokens in _EXPERTS_TOKENS:
+        top_k = min(max(layer.shape.top_k, 1), len(experts))
+        ids = np.stack([rng.permutation(len(experts))[:top_k] for _ in range(tokens)]).astype(np.int32)
+        subject = Experts("experts", bf16(rng.standard_normal((tokens, layer.shape.k))), experts, ids)
+        few = seen.layers == 1 and tokens == 1
+        _check(layer.name, subject, [p for p in wanted if few or p is not Path.W4A4_EMULATED], seen, found)
 
 
-def _measure(
-    path: Path, x: NDArray[np.float32], w: PackedTensor, exact: _Exact, held: _OnGpu, seen: _Found
-) -> tuple[float, float, float | None] | None:
-    """(relative error, largest error in bounds, error of rounding x); None where the path does not take this shape."""
-    y = _multiply(path, x, w, held, seen)
-    if y is None:
-        return None
-    product, terms = exact.of(path)
-    rounding = bounds.relative_error(product, exact.of(None)[0]) if path.rounds_activations else None
-    return bounds.relative_error(y, product), bounds.excess(y, product, terms), rounding
-
-
-def _multiply(path: Path, x: NDArray[np.float32], w: PackedTensor, held: _OnGpu, seen: _Found) -> Floats | None:
-    try:
-        if not path.on_gpu:
-            y, choice = matmul(x, w, path)
-            seen.chips[path] = choice.chip
-            return y.astype(np.float64)
-        import torch
-
-        on_gpu = torch.as_tensor(x).to(torch.bfloat16).cuda()
-        result, choice = matmul(on_gpu, held.get(), path)
-        seen.chips[path] = choice.chip
-        return result.double().cpu().numpy()
-    except KernelUnavailableError:
-        return None  # runs here, but does not take this shape: no row says so
-
-
-def _bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Rounded to BF16 (toward zero: which BF16 it is does not matter), as float32."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32)
-
-
-def _wide(rng: np.random.Generator, tokens: int, k: int) -> NDArray[np.float32]:
-    """Exponents over 2^20, and one channel in 200 (at least one) 64 times the rest."""
-    x = rng.standard_normal((tokens, k)) * np.exp2(rng.integers(-20, 1, (tokens, k)))
-    x[:, rng.integers(0, k, max(1, k // 200))] *= 64
-    return _bf16(x)
-
-
-def _edge_weight(weight: PackedTensor) -> PackedTensor:
-    """Some rows of the weight's codes under block scales at the edges of what kernels keep and flush."""
-    codes = np.ascontiguousarray(weight.codes[:_EDGE_ROWS])
-    edges = np.array(_EDGE_BYTES[weight.format], dtype=np.uint8)
-    shape = (codes.shape[0], weight.block_scales.shape[1])
-    scales = np.resize(edges, shape[0] * shape[1]).reshape(shape)
-    return PackedTensor(weight.format, codes, scales, weight.global_scale)
+def _check(name: str, subject: Subject, wanted: Sequence[Path], seen: _Found, found: Collector) -> None:
+    """One product by every path, into the rows; what is beyond the bound into the findings."""
+    n, k, m, fmt = *subject.packed.codes.shape, subject.x.shape[0], subject.packed.format
+    for path in wanted:
+        try:
+            made = subject.measure(path)
+        except ValueError as error:
+            found.error("operand-refused", f"{path}: {error}", where=name, hint="convert again")
+            continue
+        if made is None:
+            continue
+        seen.chips[path] = made.chip
+        seen.worst[path] = max(seen.worst.get(path, 0.0), made.relative)
+        cells: list[JSON] = [name, n, 2 * k, fmt.value, m, subject.name, path.value]
+        seen.rows.append([*cells, _finite(made.relative), _finite(made.of_bound), made.rounding])
+        if made.of_bound > 1:
+            message = (
+                f"{path}, {subject.name} activations, M = {m}: an output is off by {made.of_bound:.3g} times its bound"
+            )
+            found.error("beyond-bound", message, where=name, hint="this kernel must not serve this checkpoint")
 
 
 def _marlin(weight: PackedTensor, exact: Floats, x: NDArray[np.float32], seen: _Found) -> None:
@@ -375,7 +285,8 @@ def _reason(seen: _Found, sample: Sequence[NamedWeight], everything: Sequence[Na
     if errors:
         return f"{len(errors)} findings, the first: {errors[0].message}"
     worst = ", ".join(f"{path} {error:.2g}" for path, error in seen.worst.items())
-    return f"{len(sample):,} of {len(everything):,} matrices; worst relative error: {worst}"
+    layers = f" and {seen.layers} layers of experts" if seen.layers else ""
+    return f"{len(sample):,} of {len(everything):,} matrices{layers}; worst relative error: {worst}"
 
 
 def _marlin_json(seen: _Found) -> Mapping[str, JSON]:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 from requant.kernels.availability import KernelUnavailableError
 from requant.kernels.dispatch import Choice, Path, choose
-from requant.kernels.formats import NumberFormat, PackedTensor
+from requant.kernels.formats import NumberFormat
 from requant.manifests.errors import SourceError
 from requant.manifests.gates import SpeedGate
 from requant.validate.collector import Collector
-from requant.validate.fp4_weights import Layer, Shape, layers_of, read_packed, shapes_of
+from requant.validate.fp4_weights import Layer, Shape, layers_of, read_joined, shapes_of
 from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import open_folder
 from requant.validate.results import JSON, Finding, StageResult, Status
@@ -329,7 +329,7 @@ def _load(layer: Layer, reader: MappedReader) -> Fp4Tensor:
     import torch
     from requant.kernels.w4a4_operands import Fp4Tensor
 
-    experts = [_joined(layer, index, reader) for index in range(len(layer.parts))]
+    experts = [read_joined(reader, layer, index) for index in range(len(layer.parts))]
     codes = torch.stack([torch.as_tensor(e.codes).cuda() for e in experts])
     scales = torch.stack([torch.as_tensor(e.block_scales).cuda() for e in experts])
     found = [float(e.global_scale) for e in experts if e.global_scale is not None]
@@ -337,14 +337,6 @@ def _load(layer: Layer, reader: MappedReader) -> Fp4Tensor:
     if not layer.shape.experts:
         codes, scales = codes[0], scales[0]
     return Fp4Tensor.weight(codes, scales, globals_)
-
-
-def _joined(layer: Layer, expert: int, reader: MappedReader) -> PackedTensor:
-    """One expert's parts, one under the other; a runtime fuses only what shares a global scale, so the first counts."""
-    parts = [read_packed(reader, named.weight) for named in layer.parts[expert]]
-    codes = np.concatenate([p.codes for p in parts])
-    scales = np.concatenate([p.block_scales for p in parts])
-    return PackedTensor(parts[0].format, codes, scales, parts[0].global_scale)
 
 
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
@@ -355,7 +347,7 @@ def _cpu_points(layer: Layer, choice: Choice, tokens: Sequence[int], reader: Map
     from requant.kernels import bounds
     from requant.kernels.matmul import decode, matmul
 
-    weight = _joined(layer, 0, reader)
+    weight = read_joined(reader, layer, 0)
     exact = decode(weight)
     plain = exact.astype(np.float32)
     points: list[Point] = []

@@ -12,7 +12,8 @@ from requant.kernels.formats import E2M1_VALUES, E4M3_VALUES
 from requant.kernels.matmul import Product
 from requant.manifests.errors import SourceError
 from requant.manifests.gates import KernelsGate
-from requant.validate import kernel_check
+from requant.validate import kernel_check, kernel_measure
+from requant.validate.kernel_cases import edge_weight
 from requant.validate.kernel_check import COLUMNS, check_kernels
 from requant.validate.report import render_text
 from requant.validate.results import Status
@@ -43,24 +44,26 @@ def altered(folder, golden, change):
 
 
 @pytest.mark.parametrize(
-    ("golden", "matrices"),
+    ("golden", "matrices", "layers"),
     [
-        ("llama_nvfp4_kvfp8", 14),
-        ("llama_mxfp4", 14),
-        ("qwen3moe_nvfp4_experts", 12),
-        ("gptoss_nvfp4_requant", 16),  # stacked and transposed
-        ("_src_gptoss_mxfp4", 16),
+        ("llama_nvfp4_kvfp8", 14, 0),
+        ("llama_mxfp4", 14, 0),
+        ("qwen3moe_nvfp4_experts", 12, 2),  # gate and up joined; down
+        ("gptoss_nvfp4_requant", 16, 2),  # stacked and transposed
+        ("_src_gptoss_mxfp4", 16, 2),
     ],
 )
-def test_the_cpu_path_is_right_on_every_layout(golden, matrices):
+def test_the_cpu_path_is_right_on_every_layout(golden, matrices, layers):
     result = check_kernels(GOLDENS / golden, KernelsGate(modules="all"))
     assert (result.status, result.device) == (Status.PASSED, "cpu")
     assert result.data["modules"] == {"checked": matrices, "of": matrices, "seed": 0}
     assert set(result.data["worst"]) == {"cpu"}
     assert 0 < result.data["worst"]["cpu"] < 1e-6
     found = rows(result)
-    assert len(found) == 3 * matrices
-    assert {row["activations"] for row in found} == {"random", "wide", "edges"}
+    assert len(found) == 3 * matrices + 2 * layers
+    assert result.data["layers_of_experts"] == {"checked": layers, "experts_of_each": 8}
+    assert {row["activations"] for row in found} - {"experts"} == {"random", "wide", "edges"}
+    assert [row["m"] for row in found if row["activations"] == "experts"] == [1, 16] * layers
     assert {row["m"] for row in found} == {1, 2, 4, 8, 16, 32, 64}
     assert max(row["of_bound"] for row in found) < 0.01
     json.dumps(result.to_json(), allow_nan=False)
@@ -107,13 +110,13 @@ def test_a_folder_without_fp4_is_not_run():
 
 
 def wrong_kernel(monkeypatch, spoil):
-    right = kernel_check.matmul
+    right = kernel_measure.matmul
 
     def matmul(x, w, path):
         y, choice = right(x, w, path)
         return type(right(x, w, path))(spoil(y), choice)
 
-    monkeypatch.setattr(kernel_check, "matmul", matmul)
+    monkeypatch.setattr(kernel_measure, "matmul", matmul)
 
 
 def test_one_wrong_output_in_a_corner_fails_the_bound_but_not_the_norm(monkeypatch):
@@ -135,6 +138,24 @@ def test_a_small_error_everywhere_fails_the_gates_number(monkeypatch):
     result = check_kernels(LLAMA, KernelsGate(modules=1, max_rel_error=5e-4))
     assert [finding.rule for finding in result.errors] == ["rel-error"]
     assert result.errors[0].message == "cpu: relative error 0.000977, the gate allows 0.0005"
+
+
+def test_experts_multiplied_by_one_anothers_weights_are_found(monkeypatch):
+    right, given = kernel_measure.grouped_matmul, []
+
+    def shifted(x, experts, ids, path):
+        given.append(len(experts))
+        return right(x, experts, (ids + 1) % len(experts), path)
+
+    monkeypatch.setattr(kernel_measure, "grouped_matmul", shifted)
+    result = check_kernels(MOE, KernelsGate(modules=2))
+    assert result.status is Status.FAILED
+    assert {f.where for f in result.errors if f.rule == "beyond-bound"} == {
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    }
+    assert set(given) == {4}
+    assert "experts activations, M = 1" in result.errors[0].message
 
 
 def test_an_unwritten_output_is_no_pass(monkeypatch):
@@ -174,7 +195,7 @@ def test_the_edge_weight_stands_at_every_edge():
     w = PackedTensor(
         NumberFormat.NVFP4, np.full((3, 64), 0x22, np.uint8), np.full((3, 8), 0x38, np.uint8), np.float32(1)
     )
-    edge = kernel_check._edge_weight(w)
+    edge = edge_weight(w)
     values = {float(v) for v in E4M3_VALUES[edge.block_scales].ravel()}
     assert values >= {0.0, 2.0**-9, 7 * 2.0**-9, 2.0**-6, 240.0, 256.0, 448.0}
     assert E2M1_VALUES[2] == 1.0
@@ -218,8 +239,8 @@ def test_a_path_with_fp4_activations_is_judged_by_what_it_multiplies(monkeypatch
 
     runs = availability.Availability(availability.State.RUNS, "pretended")
     monkeypatch.setattr(kernel_check, "paths", lambda: (dispatch.PathState(path, runs),))
-    monkeypatch.setattr(kernel_check, "matmul", matmul)
-    monkeypatch.setattr(kernel_check._OnGpu, "get", lambda held: held._weight)
+    monkeypatch.setattr(kernel_measure, "matmul", matmul)
+    monkeypatch.setattr(kernel_measure.Held, "on_gpu", lambda held: held.packed)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     result = check_kernels(LLAMA, KernelsGate(modules=4))
     assert result.status is (Status.FAILED if other else Status.PASSED)

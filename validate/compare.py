@@ -4,8 +4,9 @@ Comparable: the same server and version, flags, prompts and lengths, card, and l
 not known is not the same. A difference that the user means to have (`--allow flags`) is said in the result.
 
 Intervals are bootstrapped over requests, 95%: medians for latencies; for the rate, streams times tokens per second of
-latency, the throughput of a closed loop. Where the interval holds 1 the verdict is "no difference", however large the
-ratio looks: 8 requests do not tell 3% apart. They say nothing of what the machine did between the runs.
+latency, the throughput of a closed loop. Few requests spread too little, and their quantiles are taken further out
+(student.py). Where the interval holds 1 the verdict is "no difference", however large the ratio looks: 8 requests do
+not tell 3% apart. They say nothing of what the machine did between the runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from requant.manifests.errors import SourceError, UsageError
 from requant.validate.results import JSON
 from requant.validate.serving import RUN_KIND
+from requant.validate.student import expanded
 
 __all__ = ["FIELDS", "Comparison", "Ratio", "compare_runs", "comparison_text", "load_run"]
 
@@ -30,6 +32,7 @@ _RESAMPLES: Final = 4000
 _FEWEST: Final = 4
 """Requests below which a resample says nothing."""
 _SEED: Final = 20_250_101
+_ENDS: Final = (0.025, 0.975)
 _NAMES: Final = {"server": "version", "flags": "flags", "prompts": "prompts or lengths", "card": "card"}
 Samples = Mapping[str, NDArray[np.float64]]
 Verdict = Literal["faster", "slower", "no difference", "too few requests"]
@@ -188,7 +191,8 @@ def _ratio(
         return Ratio(streams, name, left, right, ratio, None, None, "too few requests")
     below = _resampled(a, streams, statistic, rng)
     tries = _resampled(b, streams, statistic, rng)[below > 0] / below[below > 0]
-    low, high = (float(value) for value in np.quantile(tries, (0.025, 0.975)))
+    fewest = min(len(a["latency_s"]), len(b["latency_s"]))
+    low, high = (float(value) for value in np.quantile(tries, [expanded(end, fewest) for end in _ENDS]))
     verdict: Verdict = "no difference"
     if low > 1 or high < 1:
         verdict = "faster" if (ratio > 1) == more_is_better else "slower"

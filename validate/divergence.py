@@ -6,7 +6,8 @@ All from the FP32 logits of both models on the same tokens, worked off in chunks
     agreement            = whether both put the same token first
     NLL                  = -log of the probability of the token that follows; perplexity = exp(mean NLL)
 
-Neighbouring positions are not independent, so errors are those of means over blocks of 64 consecutive positions.
+Neighbouring positions are not independent, so errors are those of means over blocks of 64 consecutive positions, and
+intervals Student's for the number of those blocks.
 The ratio of perplexities is judged on the paired differences of NLL, which cancel what is hard about the text: its
 interval is far narrower than those of the two perplexities.
 """
@@ -21,6 +22,7 @@ from typing import Final, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from requant.validate.student import t_quantile
 
 __all__ = ["Mean", "Positions", "Ratio", "Verdict", "compare_logits", "mean_of", "ratio_of"]
 
@@ -28,8 +30,8 @@ BLOCK: Final = 64
 """Positions whose mean counts as one observation."""
 _CHUNK: Final = 64
 """Positions in float64 at a time: 64 x 200,000 tokens are 100 MB."""
-_ONE_SIDED_95: Final = 1.645
-_TWO_SIDED_95: Final = 1.960
+_ONE_SIDED: Final = 0.95
+_TWO_SIDED: Final = 0.975
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,15 @@ def _numpy(values: torch.Tensor) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean and its standard error; None where there are fewer than two blocks."""
+    """A mean and its standard error; None where there are fewer than two blocks. blocks: what it was estimated from."""
 
     value: float
     error: float | None
+    blocks: int = 0
+
+    def reach(self, probability: float) -> float:
+        """Half the width of an interval that ends at this probability on either side; infinite without an error."""
+        return math.inf if self.error is None else t_quantile(probability, self.blocks - 1) * self.error
 
 
 def mean_of(values: NDArray[np.float64]) -> Mean:
@@ -109,7 +116,7 @@ def mean_of(values: NDArray[np.float64]) -> Mean:
     if blocks < 2:
         return Mean(float(values.mean()) if len(values) else math.nan, None)
     means = values[: blocks * BLOCK].reshape(blocks, BLOCK).mean(axis=1)
-    return Mean(float(values.mean()), float(means.std(ddof=1) / math.sqrt(blocks)))
+    return Mean(float(values.mean()), float(means.std(ddof=1) / math.sqrt(blocks)), blocks)
 
 
 class Verdict(StrEnum):
@@ -131,13 +138,10 @@ class Ratio:
 
     def verdict(self, margin: float) -> Verdict:
         """Whether the ratio is below `margin`, at 95% one-sided confidence."""
-        limit = math.log(margin)
-        error = self.difference.error
-        if error is None:
-            return Verdict.INCONCLUSIVE
-        if self.difference.value + _ONE_SIDED_95 * error <= limit:
+        limit, reach = math.log(margin), self.difference.reach(_ONE_SIDED)
+        if self.difference.value + reach <= limit:
             return Verdict.NOT_INFERIOR
-        if self.difference.value - _ONE_SIDED_95 * error > limit:
+        if self.difference.value - reach > limit:
             return Verdict.INFERIOR
         return Verdict.INCONCLUSIVE
 
@@ -147,5 +151,5 @@ def ratio_of(positions: Positions) -> Ratio:
     mean = mean_of(positions.nll_target - positions.nll_source)
     if mean.error is None:
         return Ratio(math.exp(mean.value), None, None, mean)
-    spread = _TWO_SIDED_95 * mean.error
+    spread = mean.reach(_TWO_SIDED)
     return Ratio(math.exp(mean.value), math.exp(mean.value - spread), math.exp(mean.value + spread), mean)

@@ -54,12 +54,16 @@ def test_a_real_difference_is_found_with_the_right_sign_and_size() -> None:
     assert "B = nvfp4 against A = mxfp4" in comparison_text(result)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says_and_no_difference_is_said() -> None:
-    held = 0
-    for seed in range(24):
-        rate = compare_runs(make(seed=seed, count=16, streams=(1,)), make(seed=900 + seed, count=16, streams=(1,)))
+@pytest.mark.parametrize("count", [5, 16])
+def test_the_interval_covers_the_truth_as_often_as_it_says_and_no_difference_is_said(monkeypatch, count) -> None:
+    monkeypatch.setattr("requant.validate.compare._RESAMPLES", 1000)
+    held, runs = 0, 40
+    for seed in range(runs):
+        rate = compare_runs(
+            make(seed=seed, count=count, streams=(1,)), make(seed=900 + seed, count=count, streams=(1,))
+        )
         held += rate.ratios[0].verdict == "no difference"
-    assert held >= 19  # 23 expected; bootstrap of 16 is a little narrow
+    assert held >= 36  # 38 expected; with percentiles as they are 34 of 5 requests
 
 
 def test_a_run_equals_itself() -> None:

@@ -104,3 +104,16 @@ def test_the_ratio_and_its_interval_come_from_paired_differences():
     assert ratio.value == pytest.approx(math.exp((seen.nll_target - seen.nll_source).mean()))
     assert ratio.low < ratio.value < ratio.high
     assert ratio.high / ratio.low < 1.03
+
+
+def test_few_blocks_have_the_interval_of_student():
+    """Three blocks whose means differ by 0.01: t is 4.303 two-sided and 2.920 one-sided, not 1.960 and 1.645."""
+    zero = np.zeros(192)
+    seen = Positions(zero, zero, zero, np.repeat([0.01, 0.02, 0.03], 64))
+    ratio, error = ratio_of(seen), 0.01 / math.sqrt(3)
+    assert ratio.low == pytest.approx(math.exp(0.02 - 4.30265 * error), rel=1e-6)
+    assert ratio.high == pytest.approx(math.exp(0.02 + 4.30265 * error), rel=1e-6)
+    assert ratio.verdict(math.exp(0.02 + 2.93 * error)) is Verdict.NOT_INFERIOR
+    assert ratio.verdict(math.exp(0.02 + 2.91 * error)) is Verdict.INCONCLUSIVE
+    assert ratio.verdict(math.exp(0.02 - 2.91 * error)) is Verdict.INCONCLUSIVE
+    assert ratio.verdict(math.exp(0.02 - 2.93 * error)) is Verdict.INFERIOR

@@ -46,6 +46,37 @@ def test_the_verdict_at_a_margin_of_two_percent(source, target, verdict):
     assert paired(source, target).verdict(0.02) is verdict
 
 
+def test_few_other_scores_are_judged_by_student_and_not_by_the_normal_distribution():
+    """Four differences of mean -0.01 and error 0.005: t is 2.353, so that a margin of 0.02 is not proved."""
+    s = [0.5, 0.6, 0.7, 0.8]
+    t = [a + d for a, d in zip(s, (-0.01 - 0.0122474, -0.01, -0.01, -0.01 + 0.0122474), strict=True)]
+    both = paired(s, t)
+    assert both.difference.error == pytest.approx(0.005, rel=1e-5)
+    assert both.degrees == 3
+    assert both.verdict(0.0217) is Verdict.INCONCLUSIVE  # 1.645 errors reach 0.0182, 2.353 reach 0.0218
+    assert both.verdict(0.0219) is Verdict.NOT_INFERIOR
+    assert paired(s, [a - 0.05 - 0.001 * i for i, a in enumerate(s)]).verdict(0.02) is Verdict.INFERIOR
+
+
+def test_differences_without_any_spread_are_no_proof_from_a_few_questions():
+    scores = [0.25, 0.5, 0.75]
+    both = paired(scores, scores)
+    assert both.equal
+    assert both.difference.error == pytest.approx(0.75 / 5)
+    assert both.verdict(0.02) is Verdict.INCONCLUSIVE
+    assert paired(scores * 40, scores * 40).verdict(0.02) is Verdict.NOT_INFERIOR
+
+
+@pytest.mark.parametrize("questions", [4, 8, 60])
+def test_the_verdict_on_other_scores_errs_as_often_as_it_says(questions):
+    """Worse by exactly the margin: called not inferior in 5% of all tries, however few the questions."""
+    rng = np.random.default_rng(questions)
+    s = rng.random((4000, questions))
+    t = s + rng.normal(-0.05, 0.1, s.shape)
+    wrong = sum(paired(a, b).verdict(0.05) is Verdict.NOT_INFERIOR for a, b in zip(s, t, strict=True))
+    assert wrong / 4000 == pytest.approx(0.05, abs=0.012)
+
+
 @pytest.mark.filterwarnings("error")
 def test_the_verdict_errs_as_often_as_it_says():
     """A model that is worse by exactly the margin is called not inferior in at most 5% of all tries."""

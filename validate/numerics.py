@@ -23,6 +23,7 @@ from requant.kernels.formats import E4M3_POW2_MIN, MARLIN_WINDOW, NATIVE_WINDOW
 from requant.manifests.errors import ManifestError
 from requant.manifests.match import compile_match
 from requant.manifests.schema import NumericsGate
+from requant.validate.carried_scales import CarriedScales
 from requant.validate.collector import Collector
 from requant.validate.modules import Module
 from requant.validate.numerics_blocks import Tally
@@ -84,9 +85,9 @@ def check_numerics(
 ) -> StageResult:
     """Compare the folder `output` with the checkpoint `source` that it was made from.
 
-    Fails for anything unaccounted for, a copied byte that changed, a NaN scale, an all-zero weight whose source is not,
-    a code that is not the nearest under its scale, and for what the gate forbids. data: {"totals", "census",
-    "block_scales", "tensors": {"columns", "rows"}}. Never raises for what the folders hold.
+    Fails for anything unaccounted for, a copied byte that changed, a NaN scale, an activation scale of another amax, an
+    all-zero weight whose source is not, a code that is not the nearest under its scale, and for what the gate forbids.
+    data: {"totals", "census", "block_scales", "tensors": {"columns", "rows"}}. Never raises for what the folders hold.
     """
     started = time.perf_counter()
     both = open_both(source, output, complete=True)
@@ -96,6 +97,9 @@ def check_numerics(
         judge_copy(compare_kept(copy, both.theirs.tensors, before, after), copy.output.name, both.found)
         advance(copy.output.nbytes)
     results = [compare(name, pairs, before, after, advance) for name, pairs in both.groups.items()]
+    carried = CarriedScales(both.theirs, both.ours)
+    for result in results:
+        result.activation = carried.wrong(result.pairs, before, after)
     spans = fused_spans(results, before, after)
     advance(both.theirs.nbytes)
     return conclude(both, results, spans, gate, time.perf_counter() - started)
@@ -283,6 +287,9 @@ def _judge_weights(results: Sequence[Result], compensated: Callable[[str], bool]
         if tally.nan:
             message = f"{tally.nan:,} blocks of 16 have a NaN scale on either side"
             found.error("nan-scale", message, where=where, hint="a NaN scale in the source is a corrupt download")
+        if result.activation:
+            hint = "runtimes round activations under it: convert again, or say in `activations` where scales come from"
+            found.error("activation-scale-differs", result.activation, where=where, hint=hint)
         sqnr = result.sqnr_db
         if tally.misrounded and compensated(where) and (sqnr is None or sqnr > _COMPENSATED_DB):
             message = f"{tally.misrounded:,} weights hold another code than the nearest, as rounding: gptq means to"

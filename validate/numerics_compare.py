@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels.formats import E8M0_BIAS, MARLIN_WINDOW, NumberFormat
+from requant.validate.carried_scales import numbers_of
 from requant.validate.numerics_blocks import (
     Planes,
     Tally,
@@ -50,7 +51,7 @@ class Result:
 
     by_codes: FP4 on both sides, compared without decoding. k: least and largest exponent, over all blocks until the
     second look narrows it to the live ones; None without E8M0 scales or live blocks. source_live, output_live: any
-    nonzero weight; taken for granted where nothing was lost.
+    nonzero weight; taken for granted where nothing was lost. activation: what is wrong with its activation scale.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Result:
     looked: bool = False
     source_live: bool = True
     output_live: bool = True
+    activation: str = ""
 
     @property
     def weights(self) -> int:
@@ -185,7 +187,7 @@ def compare_copy(copy: Copy, before: MappedReader, after: MappedReader) -> str:
         same = source.dtype == output.dtype and np.array_equal(before.part(copy), after.rows(output, 0, rows))
         return "" if same else f"differs from expert {copy.expert} of {source.name}"
     if output.name.endswith(".input_scale") and source.dtype != output.dtype:  # BF16 in some of compressed-tensors'
-        theirs, ours = _numbers(source, before), _numbers(output, after)
+        theirs, ours = numbers_of(source, before), numbers_of(output, after)
         if theirs is not None and ours is not None:
             return "" if np.array_equal(theirs, ours) else f"is {ours.tolist()}, its source {theirs.tolist()}"
     if (source.dtype, source.shape) != (output.dtype, output.shape):
@@ -215,21 +217,11 @@ def compare_kept(copy: Copy, theirs: Mapping[str, Tensor], before: MappedReader,
         return wrong
     fused = next((leaves for leaves in _FUSED if leaf in leaves), ())
     partners = [theirs[name] for name in (f"{parent}.{other}.{suffix}" for other in fused) if name in theirs]
-    numbers = [found for partner in partners if (found := _numbers(partner, before)) is not None and found.size]
+    numbers = [found for partner in partners if (found := numbers_of(partner, before)) is not None and found.size]
     if len(partners) < 2 or len(numbers) < len(partners):
         return wrong
     shared = _OF_ALL[suffix](float(found[0]) for found in numbers)
     return "" if after.scalar(copy.output) == shared else wrong
-
-
-def _numbers(tensor: Tensor, reader: MappedReader) -> NDArray[np.float32] | None:
-    """The values of a BF16, F16 or F32 tensor, flat; None of any other dtype."""
-    if tensor.dtype not in ("BF16", "F16", "F32"):
-        return None
-    raw = np.ascontiguousarray(reader.rows(tensor, 0, max(1, tensor.shape[0]) if tensor.shape else 1))
-    if tensor.dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return raw.view("<f2" if tensor.dtype == "F16" else "<f4").astype(np.float32)
 
 
 def _planes(weight: Weight, reader: MappedReader, start: int, stop: int) -> Planes:

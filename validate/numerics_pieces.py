@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from requant.manifests.schema import NumericsGate
+from requant.validate.carried_scales import CarriedScales
 from requant.validate.modules import Kind, modules_of
 from requant.validate.numerics import Both, conclude, fused_spans, judge_copy, open_both
 from requant.validate.numerics_blocks import Tally
@@ -76,7 +77,9 @@ class PiecewiseNumerics:
             if name not in self._results and _sources(pairs) <= there
         ]
         fused_spans(fresh, before, after)  # narrows the exponents to live blocks where that matters
+        carried = CarriedScales(self._both.theirs, self._both.ours)
         for result in fresh:
+            result.activation = carried.wrong(result.pairs, before, after, there)
             self._results[result.name] = result
             lines.append({"weight": result.name, **_facts(result)})
         with self._record.open("a", encoding="utf-8") as stream:
@@ -145,6 +148,7 @@ def _facts(result: Result) -> dict[str, Any]:
         "k": result.k,
         "looked": result.looked,
         "live": [result.source_live, result.output_live],
+        "activation": result.activation,
     }
 
 
@@ -159,6 +163,7 @@ def _result(facts: Mapping[str, Any], pairs: list[Pair]) -> Result:
         looked=bool(facts["looked"]),
         source_live=bool(source_live),
         output_live=bool(output_live),
+        activation=str(facts.get("activation", "")),
     )
 
 

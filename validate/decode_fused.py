@@ -120,6 +120,8 @@ class FusedGlue:
     ) -> torch.Tensor:
         """See Glue."""
         a, tokens = attention, qkv.shape[0]
+        if a.head_dim < 2 * _DOT or a.head_dim & (a.head_dim - 1):  # halves are multiplied, and counted in powers of 2
+            return PlainGlue().attend(qkv, attention, cache, positions, tables, eps)
         capacity = cache[0].shape[2]
         longest = capacity if not a.window else min(capacity, a.window)
         splits = _up(max(1, min(_PROGRAMS // (tokens * a.kv_heads), -(-longest // _KEYS_OF_A_PART))))

@@ -69,8 +69,11 @@ def load_model(
     ModelUnavailableError: transformers lacks it, a weight is missing or unreadable, or memory does not suffice.
     """
     folder = open_folder(path, Collector())
-    spare = _spare(folder) if device == "cpu" else _check_gpu(folder)
-    model = empty_model(path, trust_remote_code=trust_remote_code)
+    if device == "cpu":
+        spare, model = _spare(folder), empty_model(path, trust_remote_code=trust_remote_code)
+    else:
+        model = empty_model(path, trust_remote_code=trust_remote_code)
+        spare = _check_gpu(folder, model)
     return _Loader(folder, w4a4, keep_decoded and spare, device).fill(model)
 
 
@@ -294,14 +297,25 @@ def _spare(folder: OpenedFolder) -> bool:
     return plain + 3 * 8 * packed < free
 
 
-def _check_gpu(folder: OpenedFolder) -> bool:
+def _check_gpu(folder: OpenedFolder, model: Any) -> bool:
     """False: on a GPU nothing is kept decoded. ModelUnavailableError if the weights do not fit there."""
     tensors = folder.tensors.values()
-    needed = sum(t.elements * 2 if t.dtype in _WIDENED else t.nbytes for t in tensors)
+    needed = sum(t.elements * 2 if t.dtype in _WIDENED else t.nbytes for t in tensors) + _fp32_head(folder, model)
     free = int(torch.cuda.mem_get_info()[0])
     if needed > free:
         raise ModelUnavailableError(f"the model needs {needed / 1e9:.1f} GB of the GPU, {free / 1e9:.1f} GB are free")
     return False
+
+
+def _fp32_head(folder: OpenedFolder, model: Any) -> int:
+    """Bytes of the FP32 copy that the output head becomes (`Fp32Head`) beside its BF16 weight, or the embedding's that
+    it shares; 0 where it is packed, and stays so."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return 0
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    stored = modules_of(folder.tensors).get(name)
+    return 0 if stored is not None and stored.kind in _PACKED else 4 * head.weight.numel()
 
 
 def _free_memory() -> int | None:

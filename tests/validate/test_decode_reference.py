@@ -30,8 +30,8 @@ def model():
     made = []
     for index in range(6):
         attention = Attention(
-            4, 2, 16, 0.25, matrix(rng, 128, HIDDEN), matrix(rng, HIDDEN, 64), window=0 if index % 2 else 5,
-            qkv_bias=torch.randn(128, generator=rng), out_bias=torch.randn(HIDDEN, generator=rng),
+            4, 2, 32, 32**-0.5, matrix(rng, 256, HIDDEN), matrix(rng, HIDDEN, 128), window=0 if index % 2 else 5,
+            qkv_bias=torch.randn(256, generator=rng), out_bias=torch.randn(HIDDEN, generator=rng),
             sinks=torch.randn(4, generator=rng),
         )  # fmt: skip
         router = Router(torch.randn((EXPERTS, HIDDEN), generator=rng), 2, torch.randn(EXPERTS, generator=rng))
@@ -41,7 +41,7 @@ def model():
         )  # fmt: skip
         mlp = Mlp(matrix(rng, 2 * INNER, HIDDEN), matrix(rng, HIDDEN, INNER), Gate()) if index == 4 else moe
         made.append(Layer(torch.ones(HIDDEN), attention, torch.ones(HIDDEN), mlp))
-    angles = torch.arange(64)[:, None] * torch.logspace(0, -2, 8)[None]
+    angles = torch.arange(64)[:, None] * torch.logspace(0, -2, 16)[None]
     embedding = torch.randn((VOCABULARY, HIDDEN), generator=rng)
     head = matrix(rng, VOCABULARY, HIDDEN)
     return Decoder("Toy", embedding, tuple(made), torch.ones(HIDDEN), 1e-6, head, angles.cos(), angles.sin())

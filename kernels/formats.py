@@ -145,6 +145,8 @@ class PackedTensor:
     global_scale: np.float32 | None = None
 
     def __post_init__(self) -> None:
+        if self.codes.ndim != 2:
+            raise ValueError(f"codes {self.codes.shape} are not [N, K/2]")
         rows, half_k = self.codes.shape
         if self.block_scales.shape != (rows, half_k * 2 // self.format.group):
             raise ValueError(

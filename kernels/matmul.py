@@ -152,14 +152,27 @@ def grouped_matmul(
 def _on_cpu(x: NDArray[np.float32], weight: PackedTensor, path: Path | str, activations: Activations) -> Product[Array]:
     n, k = weight.codes.shape[0], weight.codes.shape[1] * 2
     choice = choose(path, weight.format, n, k, on_gpu=False, activations=activations)
+    _check_arrays(x, weight)
     if choice.path is Path.CPU:
         return Product(cpu_matmul(x, weight), choice)
-    if x.ndim != 2 or x.shape[1] != k:
+    return Product(reference.matmul(x, decode(weight)), choice)
+
+
+def _check_arrays(x: NDArray[np.float32], weight: PackedTensor) -> None:
+    n, k = weight.codes.shape[0], weight.codes.shape[1] * 2
+    if x.ndim != 2 or not np.issubdtype(x.dtype, np.floating):
+        raise ValueError(f"x is {x.dtype} {x.shape}: expected float32 [M, {k}]")
+    if x.shape[1] != k:
         raise ValueError(f"x {x.shape} and weight [{n}, {k}] do not share K")
+    if k % weight.format.group:
+        raise ValueError(f"K = {k} is not a multiple of {weight.format}'s group of {weight.format.group}")
+    if weight.codes.dtype != np.uint8 or weight.block_scales.dtype != np.uint8:
+        raise ValueError(
+            f"codes are {weight.codes.dtype}, block scales {weight.block_scales.dtype}: expected uint8 bytes"
+        )
     scale = weight.global_scale
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"global scale {scale} is not a positive finite number")
-    return Product(reference.matmul(x, decode(weight)), choice)
 
 
 def _grouped_on_cpu(
@@ -179,15 +192,16 @@ def _grouped_on_cpu(
     outside = ids[(ids < 0) | (ids >= len(experts))]
     if outside.size:
         raise ValueError(f"expert id {outside[0]} is out of range: there are {len(experts)} experts")
-    nothing = [_on_cpu(x[:0], w, path, activations) for w in experts]  # checks what no token asks for, too
+    for w in experts:  # also those that no token asks for
+        _check_arrays(x, w)
+    choice = _on_cpu(x[:0], experts[0], path, activations).choice
     shape = (*ids.shape, experts[0].codes.shape[0])
-    exact = nothing[0].choice.path is Path.REFERENCE
-    y: Array = np.empty(shape, np.float64) if exact else np.empty(shape, np.float32)
+    y: Array = np.empty(shape, np.float64) if choice.path is Path.REFERENCE else np.empty(shape, np.float32)
     for expert, w in enumerate(experts):
         token, slot = np.nonzero(ids == expert)
         if token.size:
             y[token, slot] = _on_cpu(x[token], w, path, activations).y
-    return Product(y, nothing[0].choice)
+    return Product(y, choice)
 
 
 def _same_device(x: torch.Tensor, weight: Fp4Tensor) -> bool:

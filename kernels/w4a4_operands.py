@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp4Tensor", "Routing", "check_storage", "route"]
 
+_MINUS_ZERO: Final = 0x80
+_MINUS_NAN: Final = 0xFF
+"""E4M3 bytes; those between are the negative scales."""
 _ALIGNMENT: Final = 16
 """Bytes; the widest copy of the kernels."""
 
@@ -46,7 +49,8 @@ class Fp4Tensor:
 
         The format follows from global_scale: NVFP4 has one (a number, a scalar tensor, or [E]), MXFP4 none. scales
         may be typed float8_e4m3fn, float8_e8m0fnu or uint8. Raises ValueError for a wrong dtype, shape, stride or
-        alignment and for a global scale that is not finite and positive.
+        alignment, for a global scale that is not finite and positive, and for a negative block scale: the FP4 tensor
+        cores take E4M3 without its sign.
         """
         import torch
 
@@ -65,6 +69,8 @@ class Fp4Tensor:
             raise ValueError(f"block scales {list(scales.shape)} do not fit K = {k} in {fmt}: expected {expected}")
         if global_scale is None:
             return cls(fmt, codes, scales, None)
+        if bool(((scales > _MINUS_ZERO) & (scales != _MINUS_NAN)).any()):
+            raise ValueError("a block scale is negative: FP4 tensor cores ignore the sign, and no exporter writes one")
         experts = codes.shape[0] if codes.dim() == 3 else 1
         globals_ = torch.as_tensor(global_scale, dtype=torch.float32, device=codes.device).reshape(-1).contiguous()
         if globals_.numel() == 1:

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from requant.manifests.errors import EnvironmentFault, NotSignedOffError, RequantError, UsageError
 from requant.manifests.gates import ServingGate
@@ -53,6 +53,8 @@ RUN_KIND: Final = "requant serving run"
 QUESTION: Final = "What is the capital of France? Answer with one word."
 ANSWER: Final = "Paris"
 _POLL: Final = 0.5
+_DYING: Final = 3.0
+"""Seconds within which a server that broke a connection off may still end, so that its own last words are told."""
 _STOP: Final = 20.0
 """Seconds between SIGTERM and SIGKILL: servers free their GPUs in that time."""
 _LOG_KEPT: Final = 4 << 20
@@ -287,6 +289,12 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
+class Alive(Protocol):
+    """Raises _Broken where the server has ended, or does so within `patience` seconds."""
+
+    def __call__(self, patience: float = 0.0, /) -> None: ...
+
+
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +304,7 @@ def _measure(
     load: Load,
     points: Sequence[tuple[int, int]],
     run: Run,
-    alive: Callable[[], None],
+    alive: Alive,
     keep: Callable[[Run], None],
     progress: Progress | None,
 ) -> None:
@@ -317,10 +325,10 @@ def _measure(
         if progress is not None:
             progress(len(points), len(points))
     except Refused as error:
-        alive()
+        alive(0.0 if error.status else _DYING)
         raise _Broken(f"the server fails: {error}", wrong=error.status != 0) from error
     except LoadError as error:
-        alive()
+        alive(_DYING)
         raise _Broken(str(error)) from error
 
 
@@ -360,13 +368,13 @@ def _described(load: Load) -> dict[str, JSON]:
 
 
 @contextmanager
-def _running(server: Server, run: Run) -> Generator[tuple[Client, Callable[[], None]]]:
+def _running(server: Server, run: Run) -> Generator[tuple[Client, Alive]]:
     """A healthy server as a client, and a check that it still lives. Ours is stopped at the end."""
     if server.endpoint is not None:
         client = Client(server.endpoint.rstrip("/").removesuffix("/v1"), server.model)
         _wait(client, server.timeout_s, lambda: None)
         _identify(server, client, run, "")
-        yield _with_model(client, server), lambda: None
+        yield _with_model(client, server), lambda _patience=0.0: None
         return
     command = server.launch or ""
     port = _free_port()
@@ -380,12 +388,14 @@ def _running(server: Server, run: Run) -> Generator[tuple[Client, Callable[[], N
         except (OSError, ValueError) as error:
             raise _Broken(f"the server cannot be started: {error}") from error
 
-        def alive() -> None:
-            code = process.poll()
-            if code is not None:
-                raise _Broken(
-                    f"the server has ended with exit code {code}; its last words: {_last_words(_text(log.fileno()))}"
-                )
+        def alive(patience: float = 0.0) -> None:
+            try:
+                code = process.wait(patience)
+            except subprocess.TimeoutExpired:
+                return
+            raise _Broken(
+                f"the server has ended with exit code {code}; its last words: {_last_words(_text(log.fileno()))}"
+            )
 
         try:
             client = Client(f"http://127.0.0.1:{port}", server.model)

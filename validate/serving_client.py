@@ -6,6 +6,7 @@ timed, because a broken kernel serves garbage at full speed under a green health
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -128,11 +129,17 @@ class Client:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
                 return cast("bytes", answer.read()).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
-            with error:
-                said = error.read().decode("utf-8", "replace")
+            try:
+                with error:
+                    said = error.read().decode("utf-8", "replace")
+            except _CUT_OFF:
+                said = "nothing more, the connection broke off"
             raise Refused(f"{path} answered {error.code}: {_short(said)}", error.code) from error
-        except (OSError, ValueError) as error:  # refused, timed out, cut off, no address
+        except _CUT_OFF as error:  # refused, timed out, cut off before or within the answer, no address
             raise Refused(f"{path}: {getattr(error, 'reason', None) or error}") from error
+
+
+_CUT_OFF: Final = (OSError, ValueError, http.client.HTTPException)
 
 
 def holds(answer: str, expected: str) -> bool:

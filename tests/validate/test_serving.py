@@ -15,7 +15,7 @@ from requant.manifests.gates import ServingGate
 from requant.validate import serving, serving_load
 from requant.validate.results import Status
 from requant.validate.serving import Server, check_serving, measure_server, numbers_in, run_text, write_run
-from requant.validate.serving_client import holds
+from requant.validate.serving_client import Client, Refused, holds
 from requant.validate.serving_load import Load, LoadError, read_report
 
 HERE = Path(__file__).parent
@@ -305,3 +305,41 @@ def test_a_label_cannot_leave_the_folder(tmp_path) -> None:
     path = write_run(run, tmp_path / "runs")
     assert path.parent == tmp_path / "runs"
     assert list((tmp_path / "runs").iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "status"),
+    [
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 39\r\n\r\n{",
+            r"/v1/completions: IncompleteRead\(1 bytes read, 38 more",
+            0,
+        ),
+        (
+            b"HTTP/1.1 500 Oh\r\nContent-Length: 39\r\n\r\n{",
+            "answered 500: nothing more, the connection broke off",
+            500,
+        ),
+        (b"", "/v1/completions: Remote end closed connection without response", 0),
+        (b"SSH-2.0-x\r\n\r\n", "/v1/completions: SSH-2.0-x", 0),
+    ],
+)
+def test_an_answer_that_breaks_off_is_a_fault_of_the_server_and_no_crash(answer, said, status) -> None:
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            taken, _ = listening.accept()
+            with taken:
+                taken.recv(4096)
+                taken.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", "served", seconds=10)
+        with pytest.raises(Refused, match=said) as error:
+            client.takes_fixed_lengths()
+        thread.join()
+    assert error.value.status == status

@@ -39,7 +39,7 @@ step() { # step NAME SECONDS COMMAND...
 
 wanted doctor && step doctor 60 python3 -P -m requant.convert.cli doctor
 wanted sanitize && step sanitize 300 tests/gpu/sanitize.sh "$out/sanitize.md" "$commit" "$work/sanitize"
-wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_quantize_gpu.py --json "$out/quantizers.json"
+wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_gpu_quantize.py --json "$out/quantizers.json"
 
 wanted convert && step convert 120 python3 -P tests/gpu/bench_convert.py "$work/convert" --gb 4 --json "$out/convert.json"
 

@@ -1,6 +1,6 @@
 """GPU quantizers against a copy on the same card, in the same run: GB/s read and written, and the fraction of copy.
 
-python tests/gpu/bench_quantize_gpu.py [--json FILE]
+python tests/gpu/bench_gpu_quantize.py [--json FILE]
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def plot_roofline(bench: Bench, stem: Path, title: str) -> list[Path]:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     axes.set_xlim(left, right)
-    axes.set_xlabel("flops per byte", color=_GREY)
+    tokens = [point.tokens for point in bench.points]
+    axes.set_xlabel(f"flops per byte; along a line {min(tokens)} to {max(tokens)} tokens", color=_GREY)
     axes.set_ylabel("TFLOP/s", color=_GREY)
     axes.set_title(f"{title}\n{bench.device}, path {bench.points[0].path}", color=_GREY, fontsize=10)
     axes.grid(visible=True, which="major", color=_GREY, alpha=0.25, linewidth=0.6)

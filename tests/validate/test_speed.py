@@ -236,6 +236,7 @@ def test_the_roofline_is_drawn_as_svg_and_png(tmp_path):
     assert ET.fromstring(text).tag.endswith("svg")
     assert "#0072b2" in text
     assert "#d55e00" in text
+    assert "along a line 1 to " in text
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     first = text
     write_bench(bench, "model", tmp_path)

@@ -2,9 +2,9 @@
 
     python tests/gpu/w4a4_layers.py CONVERTED [--activations FILE] [--match TEXT] [--most 24] [--json FILE]
 
-Every NVFP4 or MXFP4 matrix of modelopt's layout, up to --most: x is quantized on the fly into the weight's format, for
-NVFP4 per token and under the static input_scale that calibrating on them gives (amax / (6 * 448)); y is held to
-|y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64 product of what is multiplied, element by element. Experts of
+Every NVFP4 or MXFP4 matrix of modelopt's or compressed-tensors' layout, up to --most: x is quantized on the fly into
+the weight's format, for NVFP4 per token and under the static input_scale that calibrating on them gives (amax / (6 *
+448)); y is held to |y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64 product of what is multiplied, element by element. Experts of
 one layer are stacked (up to 8) and go through the grouped kernel too. Without --activations x is random, outlier
 channels 64 times the rest. Exit 1 if an element is out of bound.
 """
@@ -40,6 +40,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     weights = dict(matrices(given.converted, given.match, given.most))
+    if not weights:
+        parser.error(f"{given.converted} holds no FP4 matrix with {given.match!r} in its name")
     print(f"{gpu()[0]}: {'native' if NATIVE else 'emulated'} W4A4, {len(weights)} matrices of {given.converted.name}")
     print(f"{'module':58} {'N x K':>13} {'M':>3} {'x':>9} {'scale':>7} {'of bound':>8} {'x rounding':>10}")
     rows: list[dict[str, object]] = []
@@ -60,7 +62,7 @@ def main() -> int:
 
 
 def matrices(folder: Path, match: str, most: int):
-    """(module, Fp4Tensor) of a modelopt checkpoint."""
+    """(module, Fp4Tensor) of a modelopt or compressed-tensors checkpoint."""
     count = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt", device="cuda") as file:
@@ -68,9 +70,12 @@ def matrices(folder: Path, match: str, most: int):
             for name in sorted(names):
                 if count < most and name.endswith(".weight_scale") and match in name:
                     module = name.removesuffix(".weight_scale")
-                    codes, scales = file.get_tensor(f"{module}.weight"), file.get_tensor(name)
-                    second = f"{module}.weight_scale_2"
-                    scale = float(file.get_tensor(second)) if second in names else None
+                    turned = f"{module}.weight_packed" in names  # compressed-tensors stores the reciprocal
+                    codes = file.get_tensor(f"{module}.weight_packed" if turned else f"{module}.weight")
+                    scales = file.get_tensor(name)
+                    second = f"{module}.weight_global_scale" if turned else f"{module}.weight_scale_2"
+                    stored = float(file.get_tensor(second)) if second in names else None
+                    scale = 1 / stored if stored is not None and turned else stored
                     yield module, Fp4Tensor.weight(codes.view(torch.uint8), scales.view(torch.uint8), scale)
                     count += 1
 

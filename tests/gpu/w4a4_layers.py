@@ -4,9 +4,9 @@
 
 Every NVFP4 or MXFP4 matrix of modelopt's or compressed-tensors' layout, up to --most: x is quantized on the fly into
 the weight's format, for NVFP4 per token and under the static input_scale that calibrating on them gives (amax / (6 *
-448)); y is held to |y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64 product of what is multiplied, element by element. Experts of
-one layer are stacked (up to 8) and go through the grouped kernel too. Without --activations x is random, outlier
-channels 64 times the rest. Exit 1 if an element is out of bound.
+448)); y is held to |y - y64| <= 2^-8 |y64| + 2^-14 sum |w x| of the float64 product of what is multiplied, element by
+element. Experts of one layer are stacked (up to 8) and go through the grouped kernel too. Without --activations x is
+random, outlier channels 64 times the rest. Exit 1 if an element is out of bound.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 import copy
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+sys.path.append(str(Path(__file__).resolve().parent))  # for numerics_folders: test folders are no packages
 
 
 class Export:

@@ -39,8 +39,9 @@ class Config:
 
     row_tiles, depth: the compiled variant (16-row tiles per warp, ring stages). column_warps x row_warps warps to
     a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
-    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: csrc/w4a16_stream.cuh (grouped only;
-    row_warps warps, one block to a multiprocessor) instead of csrc/w4a16_core.cuh.
+    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: 1: csrc/w4a16_stream.cuh (grouped only;
+    row_warps warps, one block to a multiprocessor) instead of csrc/w4a16_core.cuh; 2: csrc/w4a16_split.cuh (grouped, K of
+    SPLITS; column_warps share each tile's K).
     """
 
     column_warps: int
@@ -105,6 +106,12 @@ def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
     return rings + STREAM_TOKENS * stages * STAGE_K * 2 + pieces + 2 * STREAM_TOKENS * 4 + 1024 + slots * 8
 
 
+def split_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
+    """Shared memory per block of csrc/w4a16_split.cuh: a ring of whole tiles, and two barriers for each."""
+    pitch = k // 2 + (0 if k // 2 % 64 == 32 else 32)
+    return config.depth * (TILE_ROWS * (pitch + k // fmt.group) + 16)
+
+
 def shared_limit(capability: tuple[int, int]) -> int:
     """Most shared memory a block can have: 227 KB on SM90 and SM100, 163 on SM80 and SM87, 99 elsewhere."""
     if capability[0] in (9, 10):
@@ -148,6 +155,10 @@ SHORT_STREAM: Final = Config(1, 12, 0, depth=4, stream=1)
 """The streams that are compiled in (SHORT_STREAM for SCALE16 only); `blocks` is the card's."""
 
 
+SPLITS: Final = {2880: Config(15, 1, 0, depth=4, stream=2)}
+"""K -> the kernel of csrc/w4a16_split.cuh that is compiled in for it, in both formats; `blocks` is the card's."""
+
+
 def choose_grouped(
     fmt: NumberFormat,
     slots: int,
@@ -161,11 +172,23 @@ def choose_grouped(
     """The configuration for a grouped GEMM: a stream where there is one, else blocks that each walk units of rows.
 
     A stream needs the bulk copy engine (SM90 on) and few tokens per expert on average (tile_tokens of
-    w4a16_library.py): it passes over an expert's weights once for every four of them. Below 16
-    tiles a multiprocessor its start costs more than it saves; from 128 on, two row tiles per warp beat more warps. The
+    w4a16_library.py): it passes over an expert's weights once for every four of them. csrc/w4a16_split.cuh, where K is
+    one of SPLITS and an expert's block scales are whole 16-byte pieces, was measured from 5 tiles a multiprocessor on.
+    Else csrc/w4a16_stream.cuh: below 16 tiles a multiprocessor its start costs more than it saves; from 128 on, two
+    row tiles per warp beat more warps. The
     limits are those of a sweep on an H200.
     """
     at, tiles = alignment(fmt, k), slots * row_groups(n, TILE_ROWS)
+    split = SPLITS.get(k)
+    if (
+        split is not None
+        and capability >= (9, 0)
+        and slots <= 2 * experts
+        and n * (k // fmt.group) % 16 == 0
+        and tiles >= 4 * processors
+        and split_shared_bytes(fmt, k, split) <= shared_limit(capability)
+    ):
+        return replace(split, blocks=processors)
     # Its 16-byte pieces reach past the end of a row of block scales; below 512 k also past the tensor's, if N % 32 > 0.
     whole_pieces = at == SCALE16 or (at != GENERAL and k >= 512 and n * (k // fmt.group) % 16 == 0)
     if capability >= (9, 0) and slots <= 2 * experts and whole_pieces and tiles >= 16 * processors:

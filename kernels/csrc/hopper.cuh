@@ -60,6 +60,13 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// A run of bytes -> shared memory, without a tensor map: both addresses and the length are multiples of 16.
+__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // The same for a tensor of three dimensions.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int inner, int middle,
                                          int outer) {

@@ -7,6 +7,7 @@
 
 #include "w4a16_core.cuh"
 #include "w4a16_routing.cuh"
+#include "w4a16_split_launch.cuh"
 #include "w4a16_stream_launch.cuh"
 #include "w4a16_wgmma_launch.cuh"
 
@@ -107,7 +108,7 @@ struct RequantCall {
   // configuration
   int row_tiles, depth, column_warps, row_warps, cluster, x_stages, blocks, early_start;
   int wgmma;  // 1: w4a16_wgmma.cuh, where column_warps and row_warps count warpgroups and x_stages is the depth of x's ring
-  int stream;  // 1: the kernel of w4a16_stream.cuh
+  int stream;  // 1: the kernel of w4a16_stream.cuh; 2: that of w4a16_split.cuh, where column_warps split K
 };
 
 static int call_wgmma(const RequantCall& call, void* stream) {
@@ -160,9 +161,13 @@ static Params params_of(const RequantCall* call, Format format) {
 }
 
 static int call_stream(const RequantCall& call, void* stream) {
-  if (call.slots == 0 || call.cluster != 1 || call.column_warps != 1) return -4;
+  if (call.slots == 0 || call.cluster != 1 || (call.stream == 2 ? call.row_warps : call.column_warps) != 1) return -4;
   if (routing_tile_tokens(call.slots, call.experts) > kStreamTokens) return -7;
   const Format format = static_cast<Format>(call.format);
+  if (call.stream == 2) {
+    return launch_split(params_of(&call, format), format, call.depth, call.column_warps, call.blocks, call.early_start,
+                        kMaxShared, static_cast<cudaStream_t>(stream));
+  }
   return launch_stream(params_of(&call, format), format, static_cast<Alignment>(call.alignment), call.row_tiles, call.depth,
                        call.row_warps, call.experts, call.blocks, call.early_start, kMaxShared,
                        static_cast<cudaStream_t>(stream));
@@ -272,25 +277,34 @@ int requant_read(const void* from, size_t bytes, void* sink, int blocks, void* s
   return cudaGetLastError();
 }
 
-int requant_w4a16_variants() { return kVariantCount + kStreamCount; }
+int requant_w4a16_variants() { return kVariantCount + kStreamCount + kSplitCount; }
 
-// {format, alignment, tokens, row_tiles, depth, threads, registers, local bytes, stream} of variant i.
+// {format, alignment, tokens, row_tiles, depth, threads, registers, local bytes, stream, k} of variant i; k is 0 where any will do.
 int requant_w4a16_variant(int i, int* out) {
+  if (i >= kVariantCount + kStreamCount) {
+    const SplitVariant& v = kSplits[i - kVariantCount - kStreamCount];
+    cudaFuncAttributes a = {};
+    const cudaError_t error = cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(v.kernel));
+    const int values[] = {static_cast<int>(v.format), 0, 0, 1, v.depth, (v.warps + 1) * kWarp, a.numRegs,
+                          static_cast<int>(a.localSizeBytes), 2, v.k};
+    for (int j = 0; j < 10; ++j) out[j] = values[j];
+    return error;
+  }
   if (i >= kVariantCount) {
     const StreamVariant& v = kStreams[i - kVariantCount];
     cudaFuncAttributes a = {};
     const cudaError_t error = cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(v.kernel));
     const int values[] = {static_cast<int>(v.format), static_cast<int>(v.alignment), 0, v.row_tiles, v.depth, v.warps * kWarp,
-                          a.numRegs, static_cast<int>(a.localSizeBytes), 1};
-    for (int j = 0; j < 9; ++j) out[j] = values[j];
+                          a.numRegs, static_cast<int>(a.localSizeBytes), 1, 0};
+    for (int j = 0; j < 10; ++j) out[j] = values[j];
     return error;
   }
   const Variant& v = kVariants[i];
   cudaFuncAttributes a = {};
   const cudaError_t error = cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(v.kernel));
   const int values[] = {static_cast<int>(v.format), static_cast<int>(v.alignment), v.tokens, v.row_tiles, v.depth,
-                        v.threads, a.numRegs, static_cast<int>(a.localSizeBytes), 0};
-  for (int j = 0; j < 9; ++j) out[j] = values[j];
+                        v.threads, a.numRegs, static_cast<int>(a.localSizeBytes), 0, 0};
+  for (int j = 0; j < 10; ++j) out[j] = values[j];
   return error;
 }
 

@@ -39,9 +39,9 @@ class Config:
 
     row_tiles, depth: the compiled variant (16-row tiles per warp, ring stages). column_warps x row_warps warps to
     a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
-    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: 1: csrc/w4a16_stream.cuh (grouped only;
-    row_warps warps, one block to a multiprocessor) instead of csrc/w4a16_core.cuh; 2: csrc/w4a16_split.cuh (grouped, K of
-    SPLITS; column_warps share each tile's K).
+    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: 0 is csrc/w4a16_core.cuh; 1 (grouped
+    only) csrc/w4a16_stream.cuh: row_warps warps, one block to a multiprocessor; 2 (grouped, K of SPLITS)
+    csrc/w4a16_split.cuh: column_warps warps that share each tile's K.
     """
 
     column_warps: int

@@ -46,7 +46,7 @@ CDLL.requant_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
 def variants():
     found = set()
     for i in range(CDLL.requant_w4a16_variants()):
-        out = (ctypes.c_int * 9)()
+        out = (ctypes.c_int * 10)()
         CDLL.requant_w4a16_variant(i, out)
         found.add(tuple(out))
     return found
@@ -214,6 +214,8 @@ def route(ids, experts):  # ids [tokens, topk]
 def grouped_configs(v):
     """A few ways to divide the work of a grouped variant, as fields of the call."""
     base = dict(row_tiles=v[3], depth=v[4], cluster=1, stream=v[8])
+    if v[8] == 2:
+        return [base | dict(column_warps=v[5] // 32 - 1, row_warps=1, blocks=b) for b in (132, 20, 7, 1)]
     if v[8]:
         return [base | dict(column_warps=1, row_warps=v[5] // 32, blocks=b) for b in (132, 20, 7, 1)]
     divisions = [(1, 2, 0, 7), (4, 2, 0, 30), (2, 4, 2, 264), (4, 1, 0, 60)]
@@ -251,7 +253,8 @@ def check_moe():
             ref[rows, cols] = x[rows].double() @ w.T
             magnitude[rows, cols] = x[rows].double().abs() @ w.abs().T
         for v in ALL_VARIANTS:
-            if v[0] != fmt or v[1] != alignment(fmt, k) or v[2] != 0 or (v[8] and t * topk > 2 * e):
+            suits = v[9] == k if v[8] == 2 else v[1] == alignment(fmt, k)
+            if v[0] != fmt or not suits or v[2] != 0 or (v[8] and t * topk > 2 * e):
                 continue
             for config in grouped_configs(v):
                 y = torch.full((t, topk, n), 123.0, device=DEVICE, dtype=torch.bfloat16)
@@ -491,12 +494,13 @@ def sanitize():
     """Every compiled variant once, on a small ragged problem: for compute-sanitizer."""
     by_alignment = {0: {0: 512, 1: 384, 2: 320, 3: 272}, 1: {0: 512, 1: 768, 2: 384, 3: 288}}
     count, only = 0, os.environ.get("ONLY_STREAMS")
-    for fmt, align, width, row_tiles, depth, threads, _, _, stream_kernel in sorted(ALL_VARIANTS):
+    for fmt, align, width, row_tiles, depth, threads, _, _, stream_kernel, only_k in sorted(ALL_VARIANTS):
         if only and not stream_kernel:
             continue
         k, n, m = by_alignment[fmt][align], 40, max(1, width - 1) if width else 5
         while alignment(fmt, k) != align:
             k += 32
+        k = only_k or k
         x = torch.randn(m, k, device=DEVICE).bfloat16()
         for wk, wr, cl, blocks in [(2, 1, 1, 2), (1, 2, 2, 2)][: 1 if os.environ.get("NO_CLUSTER") else 2]:
             cfg = dict(
@@ -507,7 +511,9 @@ def sanitize():
                 y = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
                 rc = run(call_of(fmt, x, codes, scales, y, 1.0, cfg))
             elif cl == 1:
-                if stream_kernel:
+                if stream_kernel == 2:
+                    cfg |= dict(stream=2, column_warps=threads // 32 - 1, row_warps=1)
+                elif stream_kernel:
                     cfg |= dict(stream=1, column_warps=1, row_warps=threads // 32)
                 codes, scales = random_weight(fmt, n, k, experts=5)
                 ids = torch.tensor([[0, 1], [0, 2], [0, 5], [0, -1], [0, 1]], dtype=torch.int32, device=DEVICE)

@@ -116,7 +116,11 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
         for slots in (1, 6, 128, 5000):
             c = configs.choose_grouped(fmt, slots, n, k, experts=128, capability=capability)
             assert c.cluster == 1
-            if c.stream:  # it takes four tokens of an expert at a time, and needs rows of scales that start at words
+            if c.stream == 2:  # the same, and whole tiles of block scales in 16-byte pieces
+                assert capability >= (9, 0) and slots <= 256 and n * (k // fmt.group) % 16 == 0
+                assert configs.split_shared_bytes(fmt, k, c) <= limit
+                assert c.column_warps * 192 == k
+            elif c.stream:  # it takes four tokens of an expert at a time, and needs rows of scales that start at words
                 assert capability >= (9, 0) and slots <= 256 and k % 64 == 0
                 assert configs.stream_shared_bytes(fmt, k, c) <= limit
             else:
@@ -131,7 +135,7 @@ def test_a_stream_never_reads_block_scales_past_the_last_expert(fmt):
         pitch, box = k // fmt.group, (-(-k // configs.STAGE_K) - 1) // configs.SCALE_STAGES * wanted
         for n in range(1, 97):
             c = configs.choose_grouped(fmt, 4096, n, k, experts=4096)
-            if not c.stream or configs.alignment(fmt, k) == configs.SCALE16:
+            if c.stream != 1 or configs.alignment(fmt, k) == configs.SCALE16:
                 continue  # boxes of the copy engine end where the tensor ends
             streams, rows = streams + 1, 16 * c.row_tiles
             end = ((rows - 1) * pitch & ~15) + box + wanted + 16  # of the copies, from the tile's first row on
@@ -139,6 +143,17 @@ def test_a_stream_never_reads_block_scales_past_the_last_expert(fmt):
                 behind = experts * n - first
                 assert behind <= rows or end <= behind * pitch, (n, k, experts, first)
     assert streams > 200
+
+
+def test_experts_of_gpt_oss_are_read_in_memory_order_where_their_block_scales_are_whole_pieces():
+    chosen = [
+        configs.choose_grouped(fmt, slots, n, 2880, experts=128).stream
+        for fmt in (NumberFormat.NVFP4, NumberFormat.MXFP4)
+        for n, slots in ((5760, 4), (2880, 4), (2880, 256), (2880, 257), (2882, 128), (64, 4))
+    ]
+    assert chosen == [2, 2, 2, 0, 0, 0, 2, 2, 2, 0, 0, 0]
+    small = configs.choose_grouped(NumberFormat.NVFP4, 128, 2880, 2880, experts=128, capability=(12, 0))
+    assert small.stream == 0  # 99 KB hold no ring of four tiles
 
 
 def test_alignment_follows_from_k_as_the_kernel_reads_it():
@@ -174,7 +189,12 @@ def test_the_sources_compile_for(arch, tmp_path):
         "(const __grid_constant__ requant::Params, const __grid_constant__ requant::TensorMaps);"
         for f, a in [("kNvfp4", "kScale16"), ("kMxfp4", "kScale4")]
     ]
-    probe.write_text('#include "w4a16_core.cuh"\n#include "w4a16_stream.cuh"\n' + "\n".join(lines))
+    lines += [
+        f"template __global__ void requant::w4a16_split_kernel<requant::Format::{f}, 3, 15, 4>"
+        "(const __grid_constant__ requant::Params);"
+        for f in ("kNvfp4", "kMxfp4")
+    ]
+    probe.write_text('#include "w4a16_core.cuh"\n#include "w4a16_split.cuh"\n' + "\n".join(lines))
     command = [
         NVCC,
         "-std=c++17",

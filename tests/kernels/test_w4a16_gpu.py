@@ -132,16 +132,18 @@ def test_a_stream_is_within_the_bound_for_every_slot_wherever_its_warps_are_cut(
     import torch
 
     torch.manual_seed(5)
-    streams = [replace(c, blocks=b) for c in (configs.LONG_STREAM, configs.SHORT_STREAM) for b in (132, 20, 7, 1)]
     for experts, topk, n, k in [
         (16, 2, 96, 512),
         (24, 6, 208, 2880),
+        (24, 6, 40, 2880),
         (40, 6, 72, 4096),
         (30, 6, 48, 2944),
         (30, 6, 48, 2816),
     ]:
-        if configs.alignment(fmt, k) == configs.GENERAL:
-            continue
+        at = configs.alignment(fmt, k)
+        streams = [] if at == configs.GENERAL else [configs.LONG_STREAM]
+        streams += [configs.SHORT_STREAM] if at == configs.SCALE16 else []
+        streams += [configs.SPLITS[k]] if k in configs.SPLITS else []
         codes, scales = random_weight(fmt, experts, n, k)
         gs = torch.rand(experts, device="cuda") + 0.5
         w = dequantize(fmt, codes, scales) * gs.double()[:, None, None]
@@ -155,14 +157,42 @@ def test_a_stream_is_within_the_bound_for_every_slot_wherever_its_warps_are_cut(
             exact = torch.einsum("tsk,tsnk->tsn", terms, w[ids.clamp(max=experts - 1).long()])
             magnitude = torch.einsum("tsk,tsnk->tsn", terms.abs(), w[ids.clamp(max=experts - 1).long()].abs())
             known = ids < experts
-            for config in streams:
-                if config.depth == configs.SHORT_STREAM.depth and configs.alignment(fmt, k) != configs.SCALE16:
-                    continue
+            for config in (replace(c, blocks=b) for c in streams for b in (132, 20, 7, 1)):
                 run = partial(w4a16.w4a16_moe, x, codes, scales, gs, ids, fmt=fmt, weights=weights, config=config)
                 y = run()
                 assert torch.equal(y[known], run()[known])
                 assert y[~known].isnan().all()
                 assert_within_bound(y[known], exact[known], magnitude[known])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_where_warps_split_k_nan_and_infinity_reach_exactly_the_outputs_that_depend_on_them(fmt):
+    import torch
+
+    torch.manual_seed(6)
+    experts, n, k = 16, 200, 2880
+    codes, scales = random_weight(fmt, experts, n, k)
+    codes |= 0x11  # no zero codes: an infinite x times zero would be NaN
+    scales.clamp_(min=1)
+    ids = torch.tensor([[3, 15], [3, 4], [3, 0], [3, 5]], dtype=torch.int32, device="cuda")
+    x = random_x(4, k)
+    config = replace(configs.SPLITS[k], blocks=7)
+    run = partial(w4a16.w4a16_moe, fmt=fmt, config=config)
+    clean = run(x, codes, scales, None, ids)
+    assert clean.isfinite().all()
+    broken = scales.clone()
+    broken[3, 199, -1] = broken[15, 16, 7] = 0x7F if fmt is NumberFormat.NVFP4 else 0xFF
+    y = run(x, codes, broken, None, ids)
+    wrong = torch.zeros_like(clean, dtype=torch.bool)
+    wrong[:, 0, 199] = wrong[0, 1, 16] = True
+    assert torch.equal(y.isnan(), wrong)
+    assert torch.equal(y[~wrong], clean[~wrong])
+    for value in (float("nan"), float("inf")):
+        bad = x.clone()
+        bad[2, 2879] = value
+        y = run(bad, codes, scales, None, ids)
+        assert not y[2].isfinite().any()
+        assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]])
 
 
 @pytest.mark.parametrize("path", ["cuda", "triton"])

@@ -107,9 +107,8 @@ def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
 
 
 def split_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
-    """Shared memory per block of csrc/w4a16_split.cuh: a ring of whole tiles, and two barriers for each."""
-    pitch = k // 2 + (0 if k // 2 % 64 == 32 else 32)
-    return config.depth * (TILE_ROWS * (pitch + k // fmt.group) + 16)
+    """Shared memory per block of csrc/w4a16_split.cuh: a ring of whole tiles, the warps' sums and two barriers for each."""
+    return config.depth * (TILE_ROWS * (k // 2 + k // fmt.group) + config.column_warps * 512 + 16)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

@@ -3,94 +3,78 @@
 // The 16 rows of a tile are one run of memory, codes and block scales alike, so two bulk copies of plain bytes bring it:
 // no tensor map, no row that begins inside a memory line, no stage that K does not fill, and no alignment of the rows of
 // block scales (180 bytes at K = 2880) but that of the tile. The tiles of a block stand in one ring. Of each tile, warp w
-// takes k = 64 STEPS w .. 64 STEPS (w + 1), so its x never changes while the expert stays: it lies in registers, scaled by
-// the warp's own power of two, and no block barrier is needed for it. One more warp fills the ring, sums the warps' parts
-// in the order of K, and stores y: the order never depends on timing, so two runs give the same bits.
+// takes k = 192 w .. 192 w + 191, so its x never changes while the expert stays: it lies in registers, scaled by the warp's
+// own power of two, and no block barrier is needed for it. One more warp fills the ring, sums the warps' parts in the order
+// of K, and stores y: the order never depends on timing, so two runs give the same bits.
 //
-// Block scales meet the sums as in kGroupColumns (w4a16_core.cuh): column 2p + t of B holds token t in the rows of lane p
-// only, so lane p's accumulators are the dot products of its own group of 16 k, and one FFMA scales them. Four tokens are
-// two such products of the same decoded weights. Nothing is scaled in half precision, so MXFP4 runs alike.
+// Block scales meet the sums as in kGroupColumns (w4a16_core.cuh): a lane's columns of B hold x in the rows of the lanes that
+// share its group of 16 k, and zeros elsewhere, so its accumulators are the dot products of that group and one FFMA scales
+// them. Up to two tokens each lane has groups of its own; three or four leave two lanes to a group. Nothing is scaled in
+// half precision, so MXFP4 runs alike.
 //
-// Bank conflicts: a lane reads 8 bytes, one group of 16 k. Rows are 8 or 24 words apart modulo 32, so a half-warp (four
-// rows, p = 0..3) is free of conflicts if the lanes' groups differ modulo 4: group_of. A lane's groups are neighbours, so
-// that its block scales are. When it has read them, the lane puts its sums in the place of its own codes.
+// Bank conflicts: rows are 8 or 24 words apart modulo 32, and a lane reads the 8 bytes of a group at once: a half-warp, four
+// rows and p = 0..3, is free of conflicts since three groups of a lane follow one another (3 p modulo 4 are all four). With
+// two lanes to a group a lane reads 4 bytes at a time, and rows g and g + 4 meet.
 #pragma once
+#include <type_traits>
+
 #include "w4a16_split_tile.cuh"
 #include "w4a16_stream.cuh"
 
 namespace requant {
 
+__device__ __forceinline__ uint32_t split_word(uint2 words, int w) { return w == 0 ? words.x : words.y; }
+__device__ __forceinline__ uint32_t split_word(uint32_t word, int) { return word; }
+
 // The tiles of one segment in one warp.
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH, int PAIRS>
+template <Format FORMAT, int WARPS, int DEPTH, int SPAN>
 __device__ __forceinline__ void split_consume(const Params& p, const Segment& segment, uint8_t* shared, uint32_t full,
                                               uint32_t done, int warp, int lane, int& slot, uint32_t& parity) {
-  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
-  const int g = lane >> 2, q = lane & 3;
-  SplitX<PAIRS, STEPS> x;
-  x.template load<Tile>(p, segment, warp, lane);
-  const SplitScales<FORMAT> scales(q);
-  const uint8_t* const codes = shared + g * Tile::kRowBytes + warp * Tile::kSliceBytes + q * STEPS * 8;
-  const uint8_t* const scale_rows = shared + DEPTH * Tile::kCodes + g * Tile::kRowScales + warp * Tile::kSliceScales;
-  uint8_t* const to = shared + warp * Tile::kSliceBytes + Tile::sums_at(lane);
+  using Tile = SplitTile<FORMAT, WARPS>;
+  using Lane = SplitLane<SPAN>;
+  using Words = typename std::conditional<SPAN == 1, uint2, uint32_t>::type;
+  const Lane of(lane);
+  SplitX<SPAN> x;
+  x.template load<Tile>(p, segment, warp, of);
+  const SplitScales<FORMAT, SPAN> scales(of.p);
+  const uint8_t* const codes = shared + of.g * Tile::kRowBytes + warp * Tile::kSliceBytes + of.word() * 4;
+  const uint8_t* const scale_rows = shared + DEPTH * Tile::kCodes + of.g * Tile::kRowScales + warp * Tile::kSliceScales;
+  float4* const to = reinterpret_cast<float4*>(shared + DEPTH * (Tile::kCodes + Tile::kScales)) + warp * 32 + lane;
 #pragma unroll 1
   for (int tile = 0; tile < segment.tiles; ++tile) {
     barrier_wait(full + slot * 8, parity);
-    const uint8_t* const at = codes + slot * Tile::kCodes;
-    float sums[PAIRS][4];
-    uint2 low_words[STEPS], high_words[STEPS];
+    Words low_words[Lane::kGroups], high_words[Lane::kGroups];
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      low_words[j] = *reinterpret_cast<const uint2*>(at + j * 8);
-      high_words[j] = *reinterpret_cast<const uint2*>(at + 8 * Tile::kRowBytes + j * 8);
+    for (int j = 0; j < Lane::kGroups; ++j) {
+      const uint8_t* const at = codes + slot * Tile::kCodes + j * 8;
+      low_words[j] = *reinterpret_cast<const Words*>(at);
+      high_words[j] = *reinterpret_cast<const Words*>(at + 8 * Tile::kRowBytes);
     }
-    float of_low[STEPS], of_high[STEPS];
+    float of_low[Lane::kGroups], of_high[Lane::kGroups];
     const uint8_t* const rows = scale_rows + slot * Tile::kScales;
     scales.read(rows, rows + 8 * Tile::kRowScales, of_low, of_high);
+    float sums[4];
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      float dot[PAIRS][4];
+    for (int j = 0; j < Lane::kGroups; ++j) {
+      float dot[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
+      for (int w = 0; w < Lane::kWords; ++w) {
         uint32_t low[4], high[4];  // rows g and g + 8
-        decode_e2m1(w == 0 ? low_words[j].x : low_words[j].y, low);
-        decode_e2m1(w == 0 ? high_words[j].x : high_words[j].y, high);
+        decode_e2m1(split_word(low_words[j], w), low);
+        decode_e2m1(split_word(high_words[j], w), high);
         const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
-        const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int u = 0; u < PAIRS; ++u) {
-          const uint4 b = x.at[u][j][w];
-          if (w == 0) {
-            mma_f16(dot[u], a0, b.x, b.y, zero);
-          } else {
-            mma_f16(dot[u], a0, b.x, b.y, dot[u]);
-          }
-          mma_f16(dot[u], a1, b.z, b.w, dot[u]);
-        }
+        const uint4 b = x.at[j][w];
+        mma_f16(dot, a0, b.x, b.y, dot);
+        mma_f16(dot, a1, b.z, b.w, dot);
       }
-#pragma unroll
-      for (int u = 0; u < PAIRS; ++u) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float scale = i < 2 ? of_low[j] : of_high[j];
-          sums[u][i] = j == 0 ? scale * dot[u][i] : sums[u][i] + scale * dot[u][i];
-        }
-      }
-    }
-    float4 part;
-    if constexpr (PAIRS == 1) {
-      part = make_float4(sums[0][0] * x.restore[0][0], sums[0][1] * x.restore[0][1], sums[0][2] * x.restore[0][0],
-                         sums[0][3] * x.restore[0][1]);
-    } else {  // even lanes take the first two tokens, odd ones the others
-      float v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float first = sums[0][i] * x.restore[0][i & 1], second = sums[1][i] * x.restore[1][i & 1];
-        const float given = __shfl_xor_sync(~0u, q & 1 ? first : second, 1);
-        v[i] = (q & 1 ? second : first) + given;
+        const float scale = i < 2 ? of_low[j] : of_high[j];
+        sums[i] = j == 0 ? scale * dot[i] : sums[i] + scale * dot[i];
       }
-      part = make_float4(v[0], v[1], v[2], v[3]);
     }
-    *reinterpret_cast<float4*>(to + slot * Tile::kCodes) = part;
+    to[slot * WARPS * 32] =
+        make_float4(sums[0] * x.restore[0], sums[1] * x.restore[1], sums[2] * x.restore[0], sums[3] * x.restore[1]);
     __syncwarp();  // all lanes have read their codes and stored their sums
     if (elect_one()) barrier_arrive(done + slot * 8);
     if (++slot == DEPTH) {
@@ -101,9 +85,9 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
 }
 
 // The warp that fills the ring and finishes tiles.
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH>
+template <Format FORMAT, int WARPS, int DEPTH>
 class SplitSupply {
-  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
+  using Tile = SplitTile<FORMAT, WARPS>;
 
  public:
   __device__ __forceinline__ SplitSupply(const Params& p, const SegmentCursor& cursor, const Segment& first, uint32_t shared,
@@ -143,12 +127,41 @@ class SplitSupply {
   const uint8_t *codes_ = nullptr, *scales_ = nullptr;
 };
 
+// Where a lane of that warp puts a segment's sums: one row each time, of up to two tokens.
+struct SplitOutputs {
+  int64_t row_zero[2];  // the token's first output; -1: no such token
+  float scale, weight[2];
+
+  __device__ __forceinline__ SplitOutputs(const Params& p, const Segment& s, int token0, int token1) {
+    scale = p.global_scale * (p.global_scales != nullptr ? __ldg(p.global_scales + s.expert) : 1.0f);
+    if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
+    const int tokens[2] = {token0, token1};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool present = tokens[i] >= 0 && tokens[i] < s.tokens;
+      const int number = !present ? -1 : tokens[i] == 0 ? s.first_number : __ldg(p.slots + s.first_slot + tokens[i]);
+      row_zero[i] = present ? static_cast<int64_t>(number) * p.rows : -1;
+      weight[i] = present && p.slot_weights != nullptr ? __ldg(p.slot_weights + number) : 1.0f;
+    }
+  }
+
+  __device__ __forceinline__ void store(const Params& p, int which, int row, float v) const {
+    if (row_zero[which] < 0 || row >= p.rows) return;
+    v = v * scale * weight[which];
+    if (p.output_is_float) {
+      static_cast<float*>(p.y)[row_zero[which] + row] = v;
+    } else {
+      static_cast<__nv_bfloat16*>(p.y)[row_zero[which] + row] = __float2bfloat16(v);
+    }
+  }
+};
+
 // Block: (32, 1, WARPS + 1); grid: (1, blocks).
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH>
+template <Format FORMAT, int WARPS, int DEPTH>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     w4a16_split_kernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ >= 900
-  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
+  using Tile = SplitTile<FORMAT, WARPS>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x, warp = __shfl_sync(~0u, threadIdx.z, 0);
   const uint32_t full = shared_address(memory) + DEPTH * Tile::kSlotBytes, done = full + DEPTH * 8;
@@ -181,32 +194,30 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #pragma unroll 1
       for (;;) {
         if (segment.tokens <= 2) {
-          split_consume<FORMAT, STEPS, WARPS, DEPTH, 1>(p, segment, memory, full, done, warp, lane, slot, parity);
+          split_consume<FORMAT, WARPS, DEPTH, 1>(p, segment, memory, full, done, warp, lane, slot, parity);
         } else {
-          split_consume<FORMAT, STEPS, WARPS, DEPTH, 2>(p, segment, memory, full, done, warp, lane, slot, parity);
+          split_consume<FORMAT, WARPS, DEPTH, 2>(p, segment, memory, full, done, warp, lane, slot, parity);
         }
         if (!cursor.valid()) break;
         segment = cursor.next(p);
       }
     } else {
       const int g = lane >> 2, q = lane & 3;
-      SplitSupply<FORMAT, STEPS, WARPS, DEPTH> supply(p, cursor, segment, shared_address(memory), full);
+      SplitSupply<FORMAT, WARPS, DEPTH> supply(p, cursor, segment, shared_address(memory), full);
 #pragma unroll 1
       for (int i = 0; i < DEPTH; ++i) supply.fetch(p, i);
-      const uint8_t* const parts = memory + Tile::sums_at(lane);
+      const float4* const parts = reinterpret_cast<const float4*>(memory + DEPTH * (Tile::kCodes + Tile::kScales)) + lane;
 #pragma unroll 1
       for (;;) {
         const bool few = segment.tokens <= 2;
-        const Outputs out(p, segment, few ? q & 1 : 2 * (q & 1), few ? -1 : 2 * (q & 1) + 1);
+        const SplitOutputs out(p, segment, few ? q & 1 : 2 * (q & 1), few ? -1 : 2 * (q & 1) + 1);
         int row = segment.tile * kTileRows + g + (q >> 1) * 8;
 #pragma unroll 1
         for (int tile = 0; tile < segment.tiles; ++tile, row += kTileRows) {
           barrier_wait(done + slot * 8, parity);
           float4 part[WARPS];
 #pragma unroll
-          for (int w = 0; w < WARPS; ++w) {
-            part[w] = *reinterpret_cast<const float4*>(parts + slot * Tile::kCodes + w * Tile::kSliceBytes);
-          }
+          for (int w = 0; w < WARPS; ++w) part[w] = parts[(slot * WARPS + w) * 32];
           float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
 #pragma unroll
           for (int w = 1; w < WARPS; ++w) {
@@ -215,18 +226,17 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
             v[2] += part[w].z;
             v[3] += part[w].w;
           }
-          async_proxy_fence();  // the copies that come overwrite what the warps stored
-          __syncwarp();
+          __syncwarp();  // all lanes have read them: the warps may fill that slot again
           supply.fetch(p, slot);
 #pragma unroll
           for (int i = 0; i < 4; ++i) v[i] += __shfl_xor_sync(~0u, v[i], 2);
           if (few) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += __shfl_xor_sync(~0u, v[i], 1);
-            out.store(0, row, q < 2 ? (q == 0 ? v[0] : v[1]) : (q == 2 ? v[2] : v[3]));
+            out.store(p, 0, row, q < 2 ? (q == 0 ? v[0] : v[1]) : (q == 2 ? v[2] : v[3]));
           } else {
-            out.store(0, row, q < 2 ? v[0] : v[2]);
-            out.store(1, row, q < 2 ? v[1] : v[3]);
+            out.store(p, 0, row, q < 2 ? v[0] : v[2]);
+            out.store(p, 1, row, q < 2 ? v[1] : v[3]);
           }
           if (++slot == DEPTH) {
             slot = 0;

@@ -12,16 +12,16 @@ struct SplitVariant {
   void (*kernel)(Params);
 };
 
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH>
+template <Format FORMAT, int WARPS, int DEPTH>
 constexpr SplitVariant split_variant() {
-  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
-  return {FORMAT, Tile::kK, WARPS, DEPTH, Tile::kSlotBytes, Tile::kRowScales, w4a16_split_kernel<FORMAT, STEPS, WARPS, DEPTH>};
+  using Tile = SplitTile<FORMAT, WARPS>;
+  return {FORMAT, Tile::kK, WARPS, DEPTH, Tile::kSlotBytes, Tile::kRowScales, w4a16_split_kernel<FORMAT, WARPS, DEPTH>};
 }
 
 // Those that kernels/w4a16_configs.py asks for.
 constexpr SplitVariant kSplits[] = {
-    split_variant<Format::kNvfp4, 3, 15, 4>(),
-    split_variant<Format::kMxfp4, 3, 15, 4>(),
+    split_variant<Format::kNvfp4, 15, 4>(),
+    split_variant<Format::kMxfp4, 15, 4>(),
 #ifdef REQUANT_SWEEP
 #include "w4a16_sweep_splits.inc"
 #endif

@@ -1,111 +1,144 @@
-// The parts of w4a16_split.cuh that a lane holds: where its codes, block scales and sums lie in a tile, and its x.
+// The parts of w4a16_split.cuh that a lane holds: where its codes and block scales lie in a tile, and its x.
 #pragma once
 #include "w4a16_stream_copies.cuh"
 #include "w4a16_x.cuh"
 
 namespace requant {
 
-template <Format FORMAT, int STEPS, int WARPS>
+// A tile of 16 rows of K = 192 WARPS in shared memory, as in memory.
+template <Format FORMAT, int WARPS>
 struct SplitTile {
-  static_assert(STEPS == 3);  // group_of and SplitScales count on it
-  static constexpr int kSliceK = 64 * STEPS, kSliceBytes = kSliceK / 2, kSliceScales = kSliceK / FormatTraits<FORMAT>::kGroup;
+  static constexpr int kSliceK = 192, kSliceBytes = kSliceK / 2, kSliceScales = kSliceK / FormatTraits<FORMAT>::kGroup;
   static constexpr int kK = kSliceK * WARPS, kRowBytes = kSliceBytes * WARPS, kRowScales = kSliceScales * WARPS;
-  static_assert(kRowBytes % 64 == 32);  // rows lie so that reads are free of bank conflicts
-  static constexpr int kCodes = kTileRows * kRowBytes, kScales = kTileRows * kRowScales, kSlotBytes = kCodes + kScales;
+  static_assert(kRowBytes % 64 == 32);  // so that four rows lie in the four quarters of the banks
+  static constexpr int kCodes = kTileRows * kRowBytes, kScales = kTileRows * kRowScales;
+  static constexpr int kSums = WARPS * 32 * 16;  // [warp][lane], four each
+  static constexpr int kSlotBytes = kCodes + kScales + kSums;
   static_assert(kCodes % 16 == 0 && kScales % 16 == 0);
-
-  // Which group of 16 k of the warp's slice lane p takes in step j.
-  __host__ __device__ static constexpr int group_of(int p, int j) { return STEPS * p + j; }
-
-  // Where a lane's sums lie: 16 aligned bytes of the codes that it alone has read.
-  __device__ static __forceinline__ int sums_at(int lane) {
-    return (lane >> 2) * kRowBytes + ((lane & 3) * STEPS * 8 + 15) / 16 * 16;
-  }
 };
 
-// A warp's x for the tokens of one segment: [pair of tokens][step][word of 8 k], as decode_e2m1 orders them.
-template <int PAIRS, int STEPS>
+// How a warp's slice of K falls to its lanes. SPAN lanes share a group of 16 k, and 2 SPAN tokens fit into the columns of B:
+// column 2 SPAN i + t holds token t in the rows of lanes SPAN i .. SPAN (i + 1) - 1, and zeros elsewhere.
+template <int SPAN>
+struct SplitLane {
+  static constexpr int kTokens = 2 * SPAN, kGroups = 3 * SPAN, kWords = 2 / SPAN;  // groups of a lane, its words of 8 k in each
+  const int g, p;
+
+  __device__ __forceinline__ explicit SplitLane(int lane) : g(lane >> 2), p(lane & 3) {}
+  // Of the lane's column in B; its two columns of the sums are first_token() and the next one.
+  __device__ __forceinline__ int token() const { return g % kTokens; }
+  __device__ __forceinline__ bool owns_column() const { return g / kTokens == p / SPAN; }
+  __device__ __forceinline__ int first_token() const { return 2 * p % kTokens; }
+  // The lane's first word in the slice; its others are word + w + 2 j, w < kWords, j < kGroups.
+  __device__ __forceinline__ int word() const { return p / SPAN * kGroups * 2 + p % SPAN; }
+};
+
+// A warp's x for the tokens of one segment, as decode_e2m1 orders it: halves times a power of two, the warp's own per token.
+template <int SPAN>
 struct SplitX {
-  uint4 at[PAIRS][STEPS][2];
-  float restore[PAIRS][2];
+  using Lane = SplitLane<SPAN>;
+  uint4 at[Lane::kGroups][Lane::kWords];
+  float restore[2];  // what undoes it, for the lane's columns of the sums
 
   template <class Tile>
-  __device__ __forceinline__ void load(const Params& p, const Segment& s, int warp, int lane) {
+  __device__ __forceinline__ void load(const Params& p, const Segment& s, int warp, const Lane& lane) {
     using X = Activations<ScaleMode::kGroupColumns, false>;
-    const int g = lane >> 2, mine = lane & 3;
+    const int token = lane.token();
+    const bool present = lane.owns_column() && token < s.tokens;
+    const uint4* from = nullptr;
+    if (present) {
+      const int row = token == 0 ? x_row(p, make_int4(0, 0, 0, s.first_number)) : __ldg(p.x_rows + s.first_slot + token);
+      from = reinterpret_cast<const uint4*>(p.x + static_cast<size_t>(row) * Tile::kK + warp * Tile::kSliceK) + lane.word();
+    }
+    uint32_t most = 0;
 #pragma unroll
-    for (int u = 0; u < PAIRS; ++u) {
-      const int token = 2 * u + (g & 1);
-      const bool present = g / 2 == mine && token < s.tokens;
-      const __nv_bfloat16* from = p.x;
-      if (present) {
-        const int row = token == 0 ? x_row(p, make_int4(0, 0, 0, s.first_number)) : __ldg(p.x_rows + s.first_slot + token);
-        from += static_cast<size_t>(row) * Tile::kK + warp * Tile::kSliceK;
+    for (int j = 0; j < Lane::kGroups; ++j) {
+#pragma unroll
+      for (int w = 0; w < Lane::kWords; ++w) {
+        at[j][w] = present ? __ldg(from + 2 * j + w) : make_uint4(0, 0, 0, 0);
       }
-      uint32_t most = 0;
+    }
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
+    for (int j = 0; j < Lane::kGroups; ++j) {
 #pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          uint4& v = at[u][j][w];
-          v = make_uint4(0, 0, 0, 0);
-          if (present) v = __ldg(reinterpret_cast<const uint4*>(from + Tile::group_of(mine, j) * 16 + w * 8));
-        }
+      for (int w = 0; w < Lane::kWords; ++w) {
+        const uint4 v = at[j][w];
+        const uint32_t a = __vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu);
+        const uint32_t b = __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu);
+        most = __vmaxu2(most, __vmaxu2(a, b));
       }
+    }
+    most = max(most & 0xFFFFu, most >> 16);
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
+    for (int bit = 1; bit < 32; bit *= 2) {  // over all lanes whose column is of the same token
+      if (bit < 4 || bit >= 4 * Lane::kTokens) most = max(most, __shfl_xor_sync(~0u, most, bit));
+    }
 #pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          const uint4 v = at[u][j][w];
-          const uint32_t a = __vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), b = __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu);
-          most = __vmaxu2(most, __vmaxu2(a, b));
-        }
-      }
-      most = max(most & 0xFFFFu, most >> 16);
-      const uint32_t first = __reduce_max_sync(~0u, g & 1 ? 0u : most), second = __reduce_max_sync(~0u, g & 1 ? most : 0u);
-      restore[u][0] = X::restore(first);
-      restore[u][1] = X::restore(second);
-      const float factor = __uint_as_float(static_cast<uint32_t>(X::shift_for(g & 1 ? second : first)) << 23);
+    for (int i = 0; i < 2; ++i) restore[i] = X::restore(__shfl_sync(~0u, most, 4 * (lane.first_token() + i)));
+    const float factor = __uint_as_float(static_cast<uint32_t>(X::shift_for(most)) << 23);
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
+    for (int j = 0; j < Lane::kGroups; ++j) {
 #pragma unroll
-        for (int w = 0; w < 2; ++w) at[u][j][w] = X::to_halves(at[u][j][w], factor);
-      }
+      for (int w = 0; w < Lane::kWords; ++w) at[j][w] = X::to_halves(at[j][w], factor);
     }
   }
 };
 
-// A lane's block scales: those of its three groups, in rows g and g + 8.
-template <Format FORMAT>
+// The block scales of a lane's groups, in rows g and g + 8.
+template <Format FORMAT, int SPAN>
 struct SplitScales {
-  const int first, second, shift;  // bytes from the slice's beginning in a row; how the wanted ones are found there
+  static constexpr int kGroups = SplitLane<SPAN>::kGroups;
+  // Bytes from the slice's beginning. NVFP4: two words, and the bits before the first scale (the last lane's three lie in one
+  // word: what follows is another row's). MXFP4, a byte for two groups: the first byte, and whether one begins in its middle.
+  const int first, second, shift;
 
-  // NVFP4: bytes 3p .. 3p + 2 of 12, in two words (the last lane's second is not looked at). MXFP4: a byte is for two groups,
-  // and lane p's three begin in the middle of one if p is odd.
   __device__ __forceinline__ explicit SplitScales(int p)
-      : first(FORMAT == Format::kNvfp4 ? 3 * p / 4 * 4 : 3 * p / 2),
-        second(FORMAT == Format::kNvfp4 ? min(3 * p / 4 * 4 + 4, 8) : 3 * p / 2 + 1),
-        shift(FORMAT == Format::kNvfp4 ? 3 * p % 4 * 8 : p & 1) {}
+      : first(FORMAT == Format::kNvfp4 ? group(p) / 4 * 4 : group(p) / 2), second(opaque(min(first + 4, 8))),
+        shift(opaque(FORMAT == Format::kNvfp4 ? group(p) % 4 * 8 : group(p) % 2)) {}
 
-  __device__ __forceinline__ void read(const uint8_t* low_row, const uint8_t* high_row, float (&low)[3], float (&high)[3]) const {
-    if constexpr (FORMAT == Format::kNvfp4) {
-      const uint32_t a = word(low_row), b = word(high_row);
-      const float2 of_low = __half22float2(decode_e4m3x2(a)), of_high = __half22float2(decode_e4m3x2(b));
-      const float2 last = __half22float2(decode_e4m3x2(__byte_perm(a, b, 0x0062)));
-      low[0] = of_low.x, low[1] = of_low.y, low[2] = last.x;
-      high[0] = of_high.x, high[1] = of_high.y, high[2] = last.y;
+  __device__ __forceinline__ void read(const uint8_t* low_row, const uint8_t* high_row, float (&low)[kGroups],
+                                       float (&high)[kGroups]) const {
+    if constexpr (FORMAT == Format::kMxfp4) {
+      read_pairs(low_row, low);
+      read_pairs(high_row, high);
     } else {
-      low[0] = decode_e8m0(low_row[first]), low[2] = decode_e8m0(low_row[second]);
-      high[0] = decode_e8m0(high_row[first]), high[2] = decode_e8m0(high_row[second]);
-      low[1] = shift ? low[2] : low[0];
-      high[1] = shift ? high[2] : high[0];
+      const uint2 a = words(low_row), b = words(high_row);
+      two(a.x, low[0], low[1]);
+      two(b.x, high[0], high[1]);
+      if constexpr (SPAN == 1) {
+        two(__byte_perm(a.x, b.x, 0x0062), low[2], high[2]);
+      } else {
+        two(a.x >> 16, low[2], low[3]);
+        two(b.x >> 16, high[2], high[3]);
+        two(a.y, low[4], low[5]);
+        two(b.y, high[4], high[5]);
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ uint32_t word(const uint8_t* row) const {
-    return __funnelshift_r(*reinterpret_cast<const uint32_t*>(row + first), *reinterpret_cast<const uint32_t*>(row + second),
-                           shift);
+  __device__ static __forceinline__ int group(int p) { return p / SPAN * kGroups; }
+
+  __device__ __forceinline__ uint2 words(const uint8_t* row) const {
+    const uint32_t a = *reinterpret_cast<const uint32_t*>(row + first), b = *reinterpret_cast<const uint32_t*>(row + second);
+    return make_uint2(__funnelshift_r(a, b, shift), b >> shift);
+  }
+
+  __device__ static __forceinline__ void two(uint32_t bytes, float& a, float& b) {
+    const float2 v = __half22float2(decode_e4m3x2(bytes));
+    a = v.x;
+    b = v.y;
+  }
+
+  __device__ __forceinline__ void read_pairs(const uint8_t* row, float (&to)[kGroups]) const {
+    if constexpr (SPAN == 1) {
+      to[0] = decode_e8m0(row[first]);
+      to[2] = decode_e8m0(row[first + 1]);
+      to[1] = shift ? to[2] : to[0];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kGroups; j += 2) to[j] = to[j + 1] = decode_e8m0(row[first + j / 2]);
+    }
   }
 };
 

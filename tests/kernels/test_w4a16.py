@@ -190,7 +190,7 @@ def test_the_sources_compile_for(arch, tmp_path):
         for f, a in [("kNvfp4", "kScale16"), ("kMxfp4", "kScale4")]
     ]
     lines += [
-        f"template __global__ void requant::w4a16_split_kernel<requant::Format::{f}, 3, 15, 4>"
+        f"template __global__ void requant::w4a16_split_kernel<requant::Format::{f}, 15, 4>"
         "(const __grid_constant__ requant::Params);"
         for f in ("kNvfp4", "kMxfp4")
     ]

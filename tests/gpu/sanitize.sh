@@ -4,10 +4,11 @@
 #
 #   tests/gpu/sanitize.sh TABLE COMMIT [LOGS]     TABLE is to be committed under docs/; LOGS: what each run printed
 #
-# A run is one tool on one program; it is clean if the tool found nothing and the program, which checks its numbers or counts
-# its launches, ended well. Programs run beside one another (JOBS at a time, default 8), each within LIMIT seconds (default 60); a run that does not end
-# in time is written down as not finished. BIN may hold w4a4_sanitize and quantize_sanitize, REQUANT_W4A16_LIBRARY may
-# name the W4A16 kernels, all with -lineinfo; what is missing is built. ONLY: a regular expression of runs.
+# A run is one tool on one program; it is clean if the tool found nothing and the program, which checks its numbers or
+# counts its launches, ended well. Programs run beside one another (JOBS at a time, default 8), each within LIMIT seconds
+# (default 60); a run that does not end in time is written down as not finished. BIN may hold w4a4_sanitize and
+# quantize_sanitize, REQUANT_W4A16_LIBRARY may name the W4A16 kernels, all with -lineinfo; what is missing is built. ONLY: a
+# regular expression of runs, each "TOOL COMMAND".
 #
 # Exit status: runs that are not clean. Clusters are left out of racecheck (tests/gpu/cluster_race.cu says why).
 set -uo pipefail
@@ -67,7 +68,7 @@ environment() { # how many of the words are NAME=VALUE
 for tool in memcheck racecheck; do
   alone=(); [ $tool = memcheck ] || alone=(NO_CLUSTER=1)
   check "W4A16, every variant, and its routing" $tool "${alone[@]}" python3 -P tests/gpu/w4a16_sweep.py sanitize
-  check "W4A16, streams of experts" $tool ONLY_STREAMS=1 python3 -P tests/gpu/w4a16_sweep.py sanitize
+  check "W4A16 as it is dispatched" $tool "${alone[@]}" python3 -P tests/gpu/w4a16_dispatched.py
   check "W4A16, wgmma" $tool "${alone[@]}" python3 -P tests/gpu/w4a16_wgmma_sweep.py sanitize
   check "W4A16 in Triton, dense and grouped" $tool python3 -P tests/kernels/w4a16_triton_program.py cuda
   check "decoding's Triton kernels, BF16 products" $tool python3 -P tests/validate/decode_fused_program.py cuda

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "validate": {"validate", "manifests", "kernels"},
 }
 # the command line, and publishing, which reads the sign-off
-SEES_ALL = {"convert/cli.py", "convert/cli_stages.py", "convert/card.py", "convert/publish.py"}
+SEES_ALL = {f"convert/cli{part}.py" for part in ("", "_convert", "_judge", "_look", "_options", "_stages")}
+SEES_ALL |= {"convert/card.py", "convert/publish.py"}
 MODULES = {  # distribution -> the modules that come with it, where that is not its own name
     "PyYAML": {"yaml"},
     "pydantic": {"pydantic", "pydantic_core"},  # custom errors are documented as coming from its core

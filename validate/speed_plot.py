@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from requant.manifests.errors import EnvironmentFault, UsageError
-from requant.validate.speed import Bench, Point
+from requant.validate.speed_bench import Bench, Point
 
 __all__ = ["plot_roofline"]
 

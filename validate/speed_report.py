@@ -9,7 +9,7 @@ from typing import Final
 
 from requant.kernels.availability import KernelUnavailableError
 from requant.manifests.errors import EnvironmentFault, UsageError
-from requant.validate.speed import Bench, Point, bench_kernels
+from requant.validate.speed_bench import Bench, Point, bench_kernels
 
 __all__ = ["bench_markdown", "bench_text", "run_bench", "write_bench"]
 

@@ -18,7 +18,8 @@ from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import open_folder
 from requant.validate.results import Status
 from requant.validate.roofline import Ceilings
-from requant.validate.speed import Bench, Point, bench_kernels, check_speed
+from requant.validate.speed import check_speed
+from requant.validate.speed_bench import Bench, Point, bench_kernels
 from requant.validate.speed_report import bench_markdown, bench_text, run_bench, write_bench
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "modelopt"

@@ -18,7 +18,7 @@
 #   tests        the tests marked `gpu`
 # What is timed runs alone. Checkpoints are made side by side, and so are judgements without a clock.
 #
-# GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage (default: 32). Each step has its
+# GPU_TESTS narrows the tests (default: tests), CHECKED the matrices of the kernels stage (default: 16). Each step has its
 # own time limit and goes on after a failure; the last lines say what failed. Exit status: failures.
 set -uo pipefail
 out=$1 commit=$2 work=${3:-$(mktemp -d)}
@@ -61,7 +61,7 @@ wanted sanitize && step sanitize 300 tests/gpu/sanitize.sh "$out/sanitize.md" "$
 wanted quantizers && step quantizers 60 python3 -P tests/gpu/bench_gpu_quantize.py --json "$out/quantizers.json"
 wanted convert && step convert 120 python3 -P tests/gpu/bench_convert.py "$work/convert" --gb 4 --json "$out/convert.json"
 
-# --- checkpoints, each made and converted, side by side ---------------------------------------------------------------
+# --- checkpoints made, converted and judged, side by side --------------------------------------------------------------
 converted() { # converted MANIFEST SOURCE OUTPUT COMMAND...: COMMAND makes the source; what is there already stays
   local manifest=$1 source=$2 output=$3
   shift 3
@@ -97,21 +97,25 @@ layers:
   - {match: "*", to: keep}
 EOF
 
-made() { beside "$1-run" 120 bash -c 'converted "$@"' _ "${@:2}"; }
-{ wanted deepseek-v4 || wanted w4a4; } && made deepseek-v4 deepseek-v4-flash "$work/ds" "$work/deepseek-v4-nvfp4" \
-  python3 tests/bench/make_checkpoint.py "$work/ds" --gb 3.7
-wanted gpt-oss && made gpt-oss gpt-oss-120b "$work/go" "$work/gpt-oss-nvfp4" python3 tests/gpu/make_gpt_oss.py "$work/go"
-wanted w4a4 && made qwen3 "$work/qwen3-mxfp4.yaml" "$work/q3" "$work/qwen3-mxfp4" \
-  requant init --random qwen3-30b-a3b "$work/q3" --layers 1 --as bf16 --quiet
+made() { beside "$1-run" 150 bash -c 'converted "$@"' _ "${@:2}"; }
+made_and_judged() { # NAME MANIFEST SOURCE COMMAND...
+  converted "$2" "$3" "$work/$1-nvfp4" "${@:4}" && { [ -z "$checked" ] || judge "$work/$1-nvfp4" "$checked"; }
+}
+export -f made_and_judged
+export work checked=${CHECKED:-16}
+judged() { beside "$1-kernels" 150 bash -c 'made_and_judged "$@"' _ "$@"; }
 wanted speed && made gpt-oss-20b gpt-oss-20b "$work/go20" "$work/gpt-oss-20b-nvfp4" \
   requant init --random gpt-oss-20b "$work/go20" --quiet
+wanted w4a4 && made qwen3 "$work/qwen3-mxfp4.yaml" "$work/q3" "$work/qwen3-mxfp4" \
+  requant init --random qwen3-30b-a3b "$work/q3" --layers 1 --as bf16 --quiet
+wanted gpt-oss && judged gpt-oss gpt-oss-120b "$work/go" python3 tests/gpu/make_gpt_oss.py "$work/go"
+if wanted deepseek-v4; then
+  judged deepseek-v4 deepseek-v4-flash "$work/ds" python3 tests/bench/make_checkpoint.py "$work/ds" --gb 3.7
+elif wanted w4a4; then
+  checked='' judged deepseek-v4 deepseek-v4-flash "$work/ds" python3 tests/bench/make_checkpoint.py "$work/ds" --gb 3.7
+fi
 together
-
-# --- judged side by side, then timed alone ----------------------------------------------------------------------------
 wanted model && beside model 150 tests/gpu/model_stage.sh "$out/model" "$commit" "$work/model"
-for model in deepseek-v4 gpt-oss; do
-  wanted "$model" && beside "$model-kernels" 120 bash -c "judge '$work/$model-nvfp4' ${CHECKED:-32}"
-done
 if wanted w4a4; then
   w4a4() { beside "w4a4-$1" 90 python3 -P tests/gpu/w4a4_layers.py "${@:2}"; }
   w4a4 deepseek-v4 "$work/deepseek-v4-nvfp4" --match layers.0.ffn.experts
@@ -119,10 +123,12 @@ if wanted w4a4; then
   [ -z "${CAPTURED:-}" ] || w4a4 captured "$CAPTURED/weights" --activations "$CAPTURED/activations.safetensors"
 fi
 together
+
+# --- timed, one after the other ---------------------------------------------------------------------------------------
+wanted speed && step speed 200 bash -c "speed '$work/gpt-oss-20b-nvfp4' '$out'"
 for model in deepseek-v4 gpt-oss; do
   wanted "$model" && step "$model-bench" 120 python3 -P -m requant.convert.cli bench "$work/$model-nvfp4" --quiet --out "$out/$model"
 done
-wanted speed && step speed 200 bash -c "speed '$work/gpt-oss-20b-nvfp4' '$out'"
 if wanted tests; then
   # shellcheck disable=SC2086  # several paths
   step tests 400 python3 -P -m pytest -q -m gpu -p no:cacheprovider --override-ini addopts= --import-mode=importlib \

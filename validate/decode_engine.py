@@ -125,6 +125,20 @@ class Engine:
         """The `count` greedy tokens of each stream. eager: kernel by kernel, without the graphs."""
         for stream, prompt in enumerate(prompts):
             self.start(stream, prompt, eager=eager)
+        return self._decoded(count, eager=eager)
+
+    def tokens_both_ways(self, prompts: Sequence[torch.Tensor], count: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The greedy tokens without the graphs, and with them: of the prefills the first stream's is done again."""
+        for stream, prompt in enumerate(prompts):
+            self.start(stream, prompt, eager=True)
+        first, stands = self.state.tokens.clone(), self.state.positions.clone()
+        without = self._decoded(count, eager=True)
+        self.state.tokens.copy_(first)
+        self.state.positions.copy_(stands)  # what the steps wrote behind it is overwritten
+        self.start(0, prompts[0])
+        return without, self._decoded(count, eager=False)
+
+    def _decoded(self, count: int, *, eager: bool) -> list[list[int]]:
         seen = [self.state.tokens.clone()]
         for _ in range(count - 1):
             self.step(eager=eager)

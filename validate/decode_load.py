@@ -45,7 +45,8 @@ def load_decoder(
 ) -> Decoder:
     """The decoder in folder `path`. progress: (layers read, layers in all).
 
-    ModelUnavailableError: transformers has no such class, this engine no such family, or a weight is missing.
+    ModelUnavailableError: transformers has no such class, this engine no such family, a weight is missing, or the model
+    takes fewer positions.
     """
     folder = open_folder(path, Collector())
     kind = str((folder.config or {}).get("model_type"))
@@ -56,6 +57,12 @@ def load_decoder(
         )
     if kind not in FAMILIES:
         raise ModelUnavailableError(f"the decode engine knows {', '.join(FAMILIES)}; config.json says {kind}")
+    context = (folder.config or {}).get("max_position_embeddings")
+    if isinstance(context, int) and positions > context:
+        raise ModelUnavailableError(
+            f"validate.speed asks for {positions:,} tokens in a row (prompt_tokens and output_tokens), the model takes "
+            f"{context:,}"
+        )
     return _Reader(folder, empty_model(path), device, positions).decoder(progress)
 
 

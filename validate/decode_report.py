@@ -45,7 +45,19 @@ def decoding_rows(data: Mapping[str, JSON]) -> Rows | None:
                 f"{ratio:.2f} at {streams}" for streams, ratio in cast("Mapping[str, float]", ratios).items()
             )
             told.append(f"steps per second as a multiple of {name}'s: {each}")
+    told += _reference(data)
     return columns, tuple(rows), "; ".join(told)
+
+
+def _reference(data: Mapping[str, JSON]) -> list[str]:
+    """How far the steps lie from the float64 reference (decode_reference.py)."""
+    errors = [
+        _number(found, "error")
+        for run in _objects(data.get("runs"))
+        for point in _objects(run.get("points"))
+        if isinstance(found := point.get("of_reference"), Mapping)
+    ]
+    return [f"logits of a few layers are within {max(errors):.2g} of float64's, relatively"] if errors else []
 
 
 _RATES: Final = ("stream_tokens_per_s", "decode_tokens_per_s", "output_tokens_per_s")

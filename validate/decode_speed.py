@@ -196,14 +196,15 @@ class _Bench:
         prompts = _prompts(decoder, batch, gate.prompt_tokens, count + 1)
         checked = min(_CHECKED, gate.output_tokens)
         with self.timing("graph against eager"):
-            tokens = [engine.tokens(prompts[0], checked, eager=eager) for eager in (True, False)]
+            tokens = engine.tokens_both_ways(prompts[0], checked)
         if tokens[0] != tokens[1]:
             message = f"at {batch} streams the graph's greedy tokens differ from those of the same step without it"
             self._measured.findings.append(Finding("graph-differs", "error", message, where=name))
         waves: list[Wave] = []
         touched: list[float] = []
         with self.timing("waves"):
-            engine.wave(prompts[0], min(_WARM_TOKENS, gate.output_tokens))
+            engine.rewind(gate.prompt_tokens)
+            engine.wave(prompts[0][:1], min(_WARM_TOKENS, gate.output_tokens))
             for wave in prompts[1:]:
                 waves.append(engine.wave(wave, gate.output_tokens))
                 touched.append(_touched(engine))

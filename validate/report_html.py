@@ -58,6 +58,12 @@ _SERVING: Final = (
     ("ttft_ms_median", "Time to first token, median", "ms"),
     ("itl_ms_median", "Time between tokens, median", "ms"),
 )
+_SPEED: Final = (
+    ("decode_tokens_per_s", "Tokens per second while decoding", "tokens/s"),
+    ("output_tokens_per_s", "Tokens per second with prefills", "tokens/s"),
+    ("ttft_ms_median", "Time to first token, median", "ms"),
+    ("itl_ms_median", "Time between tokens, median", "ms"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +221,7 @@ def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
     """
     kernels = object_of(stage.data.get("kernels"))
     points, runs = _objects(kernels.get("points")), _objects(stage.data.get("runs"))
-    charts = [serving_chart(runs, key, title, unit) for key, title, unit in _SERVING]
+    charts = [serving_chart(runs, key, title, unit) for key, title, unit in _SPEED]
     charts.append(breakdown_chart(_objects(stage.data.get("breakdown"))))
     charts += [kernel_speedup(points), roofline(points, object_of(kernels.get("ceilings")))]
     bottleneck = stage.data.get("bottleneck")

@@ -159,7 +159,7 @@ def _reason(data: dict[str, JSON], gate: SpeedGate) -> str:
     for point in points:
         streams = str(point["concurrency"])
         against = f" ({ratios[streams]:.2f}x {gate.baseline})" if streams in ratios else ""
-        told.append(f"{point['decode_tokens_per_s']} tokens/s at {streams}{against}")
+        told.append(f"{cast('float', point['decode_tokens_per_s']):,.0f} tokens/s at {streams}{against}")
     roofline = points[0].get("of_roofline")
     part = (
         f"; {100 * roofline:.0f}% of the roofline at {points[0]['concurrency']}" if isinstance(roofline, float) else ""

@@ -119,7 +119,7 @@ def histogram(labels: Sequence[str], counts: Sequence[int], bands: Sequence[Band
         if number:
             top = level(number)
             parts.append(_rect(x + 2, top, step - 4, bottom - top, "bar s0", f"{label}: {number:,}"))
-            parts.append(_text(x + step / 2, top - 4, _short(number), "middle", "small"))
+            parts.append(_text(x + step / 2, top - 4, _short(number, 2), "middle", "small"))
         parts.append(_text(x + step / 2, bottom + 16, label, "middle"))
     parts.append(_line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "axis"))
     for index, band in enumerate(bands):
@@ -283,11 +283,13 @@ def _number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _short(number: int) -> str:
+def _short(number: int, digits: int = 3) -> str:
+    """With a unit and so many significant digits; neighbouring bars have room for two."""
+    rounded = int(float(f"{number:.{digits}g}"))
     for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
+        if rounded >= size:
+            return f"{rounded / size:g}{unit}"
+    return str(rounded)
 
 
 def _power(exponent: int) -> str:

@@ -111,12 +111,18 @@ def test_what_cannot_be_decoded_is_not_run_with_the_reason(golden, tmp_path):
         assert result.status is Status.NOT_RUN
         assert said in result.reason
         assert result.data["kernels"]["points"]
+    short = golden("_src_llama_bf16")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    assert load_decoder(short, device="cpu", positions=24).positions == 24
+    with pytest.raises(ModelUnavailableError, match=r"asks for 25 tokens in a row .*, the model takes 24"):
+        load_decoder(short, device="cpu", positions=25)
     broken = golden("_src_qwen3moe_bf16")
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnavailableError, match=r"experts\.2\.up_proj, and the checkpoint lacks it"):
-        load_decoder(broken, device="cpu")
+        load_decoder(broken, device="cpu", positions=64)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ def test_every_chart_is_well_formed_and_says_in_words_what_it_shows(large: str) 
         "Signal to quantization noise by layer, in dB",
         "Block scales of the output, by power of two",
         "KL divergence from the source, by position",
-        "Output tokens per second",
+        "Tokens per second while decoding",
+        "Tokens per second with prefills",
         "Time to first token, median",
         "Time between tokens, median",
         "Kernel time of a decode step",
@@ -199,3 +200,11 @@ def test_the_page_lies_beside_the_sign_off_and_is_made_again_from_it(tmp_path, p
 )
 def test_a_module_has_its_place_in_the_map(module: str, place: tuple[str, str]) -> None:
     assert layer_and_kind(module) == place
+
+
+def test_numbers_over_neighbouring_bars_have_two_digits() -> None:
+    from requant.validate.svg import histogram
+
+    chart = histogram(["1", "2", "3", "4"], [879_412, 2_710_000, 999_999, 7], [], "t", "x")
+    texts = re.findall(r'class="small">([^<]*)<', str(chart))
+    assert texts == ["880k", "2.7M", "1M", "7"]

@@ -45,6 +45,16 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Named barriers of a block: `threads` of it in all come to barrier `number` (1..15, 0 is __syncthreads), whole warps at a
+// time; those that arrive go on at once, and what they read and wrote before is done when the others come out of the wait.
+__device__ __forceinline__ void named_arrive(int number, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_wait(int number, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Shared memory by its 32-bit address.
 __device__ __forceinline__ uint4 load_piece(uint32_t address) {
   uint4 v;

@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t split_word(uint32_t word, int) { return word
 // The tiles of one segment in one warp.
 template <Format FORMAT, int WARPS, int DEPTH, int SPAN>
 __device__ __forceinline__ void split_consume(const Params& p, const Segment& segment, uint8_t* shared, uint32_t full,
-                                              uint32_t done, int warp, int lane, int& slot, uint32_t& parity) {
+                                              int warp, int lane, int& slot, uint32_t& parity) {
   using Tile = SplitTile<FORMAT, WARPS>;
   using Lane = SplitLane<SPAN>;
   using Words = typename std::conditional<SPAN == 1, uint2, uint32_t>::type;
@@ -75,8 +75,7 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
     }
     to[slot * WARPS * 32] =
         make_float4(sums[0] * x.restore[0], sums[1] * x.restore[1], sums[2] * x.restore[0], sums[3] * x.restore[1]);
-    __syncwarp();  // all lanes have read their codes and stored their sums
-    if (elect_one()) barrier_arrive(done + slot * 8);
+    named_arrive(slot + 1, (WARPS + 1) * 32);  // the slot has been read, the sums are there
     if (++slot == DEPTH) {
       slot = 0;
       parity ^= 1;
@@ -164,13 +163,10 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
   using Tile = SplitTile<FORMAT, WARPS>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x, warp = __shfl_sync(~0u, threadIdx.z, 0);
-  const uint32_t full = shared_address(memory) + DEPTH * Tile::kSlotBytes, done = full + DEPTH * 8;
+  const uint32_t full = shared_address(memory) + DEPTH * Tile::kSlotBytes;
   if (warp == 0 && elect_one()) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      barrier_init(full + i * 8, 1);
-      barrier_init(done + i * 8, WARPS);
-    }
+    for (int i = 0; i < DEPTH; ++i) barrier_init(full + i * 8, 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -194,9 +190,9 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #pragma unroll 1
       for (;;) {
         if (segment.tokens <= 2) {
-          split_consume<FORMAT, WARPS, DEPTH, 1>(p, segment, memory, full, done, warp, lane, slot, parity);
+          split_consume<FORMAT, WARPS, DEPTH, 1>(p, segment, memory, full, warp, lane, slot, parity);
         } else {
-          split_consume<FORMAT, WARPS, DEPTH, 2>(p, segment, memory, full, done, warp, lane, slot, parity);
+          split_consume<FORMAT, WARPS, DEPTH, 2>(p, segment, memory, full, warp, lane, slot, parity);
         }
         if (!cursor.valid()) break;
         segment = cursor.next(p);
@@ -214,7 +210,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
         int row = segment.tile * kTileRows + g + (q >> 1) * 8;
 #pragma unroll 1
         for (int tile = 0; tile < segment.tiles; ++tile, row += kTileRows) {
-          barrier_wait(done + slot * 8, parity);
+          named_wait(slot + 1, (WARPS + 1) * 32);
           float4 part[WARPS];
 #pragma unroll
           for (int w = 0; w < WARPS; ++w) part[w] = parts[(slot * WARPS + w) * 32];
@@ -238,10 +234,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
             out.store(p, 0, row, q < 2 ? v[0] : v[2]);
             out.store(p, 1, row, q < 2 ? v[1] : v[3]);
           }
-          if (++slot == DEPTH) {
-            slot = 0;
-            parity ^= 1;
-          }
+          if (++slot == DEPTH) slot = 0;
         }
         if (!cursor.valid()) break;
         segment = cursor.next(p);

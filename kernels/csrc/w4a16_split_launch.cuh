@@ -39,7 +39,7 @@ inline int launch_split(const Params& p, Format format, int depth, int warps, in
   if (p.rows * chosen->scale_pitch % 16 != 0) return -8;
   Params q = p;
   q.row_groups = (p.rows + kTileRows - 1) / kTileRows;
-  const int shared = depth * chosen->slot_bytes + 2 * depth * 8;
+  const int shared = depth * chosen->slot_bytes + depth * 8;
   if (shared > most_shared) return -2;
   cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
                                            cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

@@ -107,8 +107,8 @@ def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
 
 
 def split_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
-    """Shared memory per block of csrc/w4a16_split.cuh: for each slot a tile, the warps' sums and two barriers."""
-    return config.depth * (TILE_ROWS * (k // 2 + k // fmt.group) + config.column_warps * 512 + 16)
+    """Shared memory per block of csrc/w4a16_split.cuh: for each slot a tile, the warps' sums and a barrier."""
+    return config.depth * (TILE_ROWS * (k // 2 + k // fmt.group) + config.column_warps * 512 + 8)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

@@ -1,19 +1,13 @@
 """`init` and `inspect` on every source format: a manifest that plans as it stands, and the formats by name."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from module_files import load
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.initial import initial_manifest
 from requant.convert.inspect import census, census_text
 from requant.convert.pipeline import prepare
 
-spec = importlib.util.spec_from_file_location("initial_formats_sources", Path(__file__).with_name("test_sources.py"))
-SOURCES = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = SOURCES
-spec.loader.exec_module(SOURCES)
+SOURCES = load("convert/test_sources.py")
 
 FORMATS = {"deepseek_v3": "fp8", "modelopt_nvfp4": "nvfp4", "ct_nvfp4": "nvfp4", "kimi_int4": "int4", "gptq": "gptq",
            "awq": "awq", "channels": "fp8", "quark_nvfp4": "nvfp4"}  # fmt: skip

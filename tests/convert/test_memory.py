@@ -1,16 +1,9 @@
 """Memory does not grow with the fused group: stacked experts of 12 and of 130 MB take the same, but for a little."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from module_files import load
 
-BENCH = Path(__file__).resolve().parents[1] / "bench" / "bench_memory.py"
-spec = importlib.util.spec_from_file_location("bench_memory", BENCH)
-bench = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = bench
-spec.loader.exec_module(bench)
+bench = load("bench/bench_memory.py")
 
 INTER, HIDDEN = 512, 512
 SMALL, LARGE = 12, 128

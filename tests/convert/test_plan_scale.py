@@ -1,6 +1,5 @@
 """Kimi-K3's half million tensors: planned in seconds and within a gigabyte, by a process of its own."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from module_files import load
 
 LIMIT = 17
 """Processor time in units of a control: 11 to 15 on a quiet machine, 18 to 20 where the control happens to run fast."""
@@ -49,10 +49,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def maker():
-    spec = importlib.util.spec_from_file_location("make_sparse", MAKER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(MAKER)
 
 
 def test_half_a_million_tensors_plan_in_bounded_time_and_memory(maker, tmp_path):

@@ -1,22 +1,15 @@
 """docs/manifest.md says what the schema says, key by key."""
 
-import importlib.util
 from pathlib import Path
 
+from module_files import load
 from requant.manifests.schema import json_schema
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def load_generator():
-    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_what_the_generator_writes():
-    assert (DOCS / "manifest.md").read_text(encoding="utf-8") == load_generator().reference()
+    assert (DOCS / "manifest.md").read_text(encoding="utf-8") == load(DOCS / "generate.py").reference()
 
 
 def test_every_key_of_every_section_has_a_row_with_a_meaning():

@@ -1,17 +1,17 @@
 """A Hub on loopback for every test of this folder, the real client pointed at it, and tiny checkpoints to send."""
 
-import importlib.util
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import hub_server
 import numpy as np
 import pytest
 import yaml
+from hub_server import HubServer
 
 
 def pytest_collection_modifyitems(items):
@@ -23,20 +23,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(mark)
 
 
-def load_server():
-    """tests/hub_server.py as the module `hub_server` (test folders are no packages)."""
-    if "hub_server" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).parents[1] / "hub_server.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["hub_server"] = module
-        spec.loader.exec_module(module)
-    return sys.modules["hub_server"]
-
-
 @pytest.fixture
 def hub_module():
     """The module itself, for Fault and the like."""
-    return load_server()
+    return hub_server
 
 
 @pytest.fixture
@@ -63,7 +53,7 @@ def client(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(tmp_path, monkeypatch, client):
     """The server, with HF_ENDPOINT and HF_TOKEN set to it."""
-    with load_server().HubServer(tmp_path / "hub") as server:
+    with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", server.token)
         yield server
@@ -73,7 +63,7 @@ def hub(tmp_path, monkeypatch, client):
 def xet_hub(tmp_path, monkeypatch, client):
     """The server with Xet storage instead of LFS."""
     monkeypatch.setattr(client.constants, "HF_HUB_DISABLE_XET", False)
-    with load_server().HubServer(tmp_path / "hub", xet=True) as server:
+    with HubServer(tmp_path / "hub", xet=True) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", server.token)
         yield server

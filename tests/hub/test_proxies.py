@@ -1,27 +1,17 @@
 """HTTP_PROXY, HTTPS_PROXY and NO_PROXY hold as they do for `hf`: a real forward proxy before the test server."""
 
 import hashlib
-import importlib.util
 import re
 import socket
 import ssl
-import sys
 import threading
 from pathlib import Path
 
+import forward_proxy
 import pytest
 
 SOURCE, REPO, PR = "upstream/tiny", "tester/tiny-mxfp4", "refs/pr/1"
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-
-
-def load_proxy():
-    if "forward_proxy" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("forward_proxy", Path(__file__).parents[1] / "forward_proxy.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["forward_proxy"] = module
-        spec.loader.exec_module(module)
-    return sys.modules["forward_proxy"]
 
 
 @pytest.fixture
@@ -32,7 +22,7 @@ def proxy(monkeypatch, client):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    with load_proxy().ForwardProxy() as server:
+    with forward_proxy.ForwardProxy() as server:
         _http.close_session()
         yield server
 

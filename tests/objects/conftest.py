@@ -1,29 +1,16 @@
 """A store for every test of this folder: the S3 server where a test asks for it, fsspec's memory otherwise."""
 
 import hashlib
-import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import s3_server
+from module_files import load
 
-TESTS = Path(__file__).resolve().parents[1]
-
-
-def load(name, path):
-    """A file of the tests as a module (test folders are no packages)."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-_hub = load("requant_tests_hub", TESTS / "hub" / "conftest.py")
+_hub = load("hub/conftest.py")
 disk_watch = _hub.disk_watch
 
 
@@ -75,7 +62,7 @@ def slept(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def s3_process():
     """One server for all tests."""
-    with load("s3_server", TESTS / "s3_server.py").S3Server() as server:
+    with s3_server.S3Server() as server:
         yield server
 
 
@@ -96,7 +83,7 @@ def s3(s3_process, monkeypatch, slept):
 @pytest.fixture
 def fault(s3_process):
     """Maker of faults."""
-    return sys.modules["s3_server"].Fault
+    return s3_server.Fault
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Source and output on a real S3 server: the same bytes, whatever breaks on the way, and nothing half-made in sight."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -9,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from forward_proxy import ForwardProxy
 
 pytestmark = pytest.mark.objects
 
@@ -261,13 +260,9 @@ def test_a_finished_output_is_validated_where_it_is(s3, kit, ordinary):
 def test_the_store_is_reached_through_a_proxy_where_the_environment_names_one(s3, kit, ordinary, monkeypatch):
     from requant.convert import objects
 
-    path = Path(__file__).parents[1] / "forward_proxy.py"
-    spec = importlib.util.spec_from_file_location("forward_proxy", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name in ("NO_PROXY", "no_proxy", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with module.ForwardProxy() as proxy:
+    with ForwardProxy() as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         objects._filesystem.cache_clear()
         before = len(s3.requests)

@@ -1,20 +1,14 @@
 """Clusters of several nodes on one machine, and the tiny checkpoints of the conversion tests."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
+from module_files import load
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of what it will do one day
 
-_spec = importlib.util.spec_from_file_location(
-    "requant_tests_convert", Path(__file__).resolve().parents[1] / "convert" / "conftest.py"
-)
-_convert = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_convert)
-kit = _convert.kit
+kit = load("convert/conftest.py").kit
 
 
 @pytest.fixture(scope="module")

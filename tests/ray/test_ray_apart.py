@@ -1,7 +1,6 @@
 """Engine ray without a shared file system: nodes that have nothing in common but the Hub, or an object store."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import signal
@@ -9,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
+import hub_server
 import pytest
+import s3_server
+from module_files import load
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]
 
-TESTS = Path(__file__).resolve().parents[1]
 SOURCE, REPO, PR = "upstream/tiny", "tester/tiny-mxfp4", "refs/pr/1"
 DRIVER = """
 import os, signal, sys
@@ -39,24 +39,14 @@ main(sys.argv[2:])
 """
 
 
-def load(name, path):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-_objects = load("requant_tests_objects", TESTS / "objects" / "conftest.py")
+_objects = load("objects/conftest.py")
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """A Hub and an S3 server, and the environment that leads to them; a node takes over the one it is started in."""
     base = tmp_path_factory.mktemp("servers")
-    hub_module, s3_module = load("hub_server", TESTS / "hub_server.py"), load("s3_server", TESTS / "s3_server.py")
-    with hub_module.HubServer(base / "hub") as hub, s3_module.S3Server() as s3, pytest.MonkeyPatch.context() as patched:
+    with hub_server.HubServer(base / "hub") as hub, s3_server.S3Server() as s3, pytest.MonkeyPatch.context() as patched:
         for name, value in s3.environ().items():
             patched.setenv(name, value)
         patched.setenv("HF_ENDPOINT", hub.url)
@@ -249,7 +239,7 @@ def test_a_node_killed_in_the_middle_of_a_shard_costs_nothing_but_time(apart, se
 
 
 def test_a_store_that_fails_on_the_nodes_ends_the_run_with_one_error_and_it_goes_on(apart, servers, job, capsys):
-    fault = sys.modules["s3_server"].Fault
+    fault = s3_server.Fault
     servers[1].faults = [fault("^PUT /out/tiny/model-00004", status=403, code="AccessDenied", times=10**6)]
     path, _ = manifest(job, "s3", apart)
     assert job.requant("convert", path, "--quiet") == 6

@@ -8,7 +8,6 @@ Needs root: namespaces, links and mounts are made, and are gone afterwards.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from module_files import load
 
-TESTS = Path(__file__).resolve().parents[1]
 STORE, HEAD, NODE = (f"10.201.77.{host}" for host in (1, 2, 3))
 PORT, S3_PORT = 6391, 5391
 ENVIRON = {
@@ -170,10 +169,7 @@ def cluster(spaces, tmp_path):
 @pytest.fixture
 def job(cluster, tmp_path):
     """The source in the store, a manifest through the cluster, and the sha256s of the ordinary way."""
-    spec = importlib.util.spec_from_file_location("requant_tests_objects", TESTS / "objects" / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    kit = module.Kit(tmp_path)
+    kit = load("objects/conftest.py").Kit(tmp_path)
     source = kit.source(layers=8)
     assert kit.requant("run", kit.manifest(source, "ordinary", shard_size="12kB"), "--quiet") == 0
     kit.whole = kit.shas(tmp_path / "ordinary")

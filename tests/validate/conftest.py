@@ -1,15 +1,12 @@
 """A golden export that a test may break: tensors and metadata in memory, written anew and checked in a tmp folder."""
 
 import copy
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-sys.path.append(str(Path(__file__).resolve().parent))  # for numerics_folders: test folders are no packages
 
 
 class Export:
@@ -204,8 +201,7 @@ def deepseek_v4(tmp_path):
 
 @pytest.fixture(scope="session")
 def pages():
-    """tests/validate/report_pages.py as a module (test folders are no packages)."""
-    spec = importlib.util.spec_from_file_location("report_pages", Path(__file__).with_name("report_pages.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """helpers/report_pages.py."""
+    import report_pages
+
+    return report_pages

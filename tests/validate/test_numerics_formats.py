@@ -4,11 +4,11 @@ The outputs are made by the converter; the judging shares no code with it.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from module_files import load
 from requant.convert.pipeline import prepare, run_job
 from requant.manifests.schema import NumericsGate
 from requant.validate.numerics import check_numerics
@@ -19,18 +19,7 @@ GOLDENS = HERE.parent / "goldens" / "modelopt"
 KEEP = {"match": "*", "to": "keep"}
 
 
-def module(name):
-    """A test file of the converter, as a module: its makers of checkpoints."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(f"numerics_formats_{name}", HERE.parent / "convert" / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-KIT, SOURCES = module("conftest"), module("test_sources")
+KIT, SOURCES = load("convert/conftest.py"), load("convert/test_sources.py")
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from requant.validate.report_html import render_html
@@ -17,12 +15,11 @@ HEAD = "#tensor-table thead th"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory, pages):
-    spec = importlib.util.spec_from_file_location("chromium", Path(__file__).parents[1] / "chromium.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    from chromium import Chromium
+
     folder = tmp_path_factory.mktemp("page")
     (folder / "large.html").write_text(render_html(pages.large()), encoding="utf-8")
-    one = module.Chromium(tmp_path_factory.mktemp("profile"))
+    one = Chromium(tmp_path_factory.mktemp("profile"))
     one.url = (folder / "large.html").as_uri()
     try:
         yield one

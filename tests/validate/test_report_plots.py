@@ -1,16 +1,12 @@
 """The sign-off's charts as files: whole pictures by themselves, with the numbers of the report."""
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
+import report_pages as pages
 from requant.validate.report_plots import plots_of
 
-_spec = importlib.util.spec_from_file_location("requant_report_pages", Path(__file__).with_name("report_pages.py"))
-pages = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pages)
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -18,7 +18,6 @@ import hashlib
 import json
 import re
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
-sys.path.append(str(Path(__file__).resolve().parent))  # test folders are no packages
 from hub_protocol import Handler
 from hub_state import BURST, CHUNK, GITATTRIBUTES, LARGE, Commit, Entry, Fault, Repo, Request, git_oid, now
 

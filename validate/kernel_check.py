@@ -26,7 +26,6 @@ from requant.kernels import bounds, reference
 from requant.kernels.availability import gpu
 from requant.kernels.dispatch import Path, PathState, paths
 from requant.kernels.formats import E4M3_VALUES, E8M0_VALUES, MARLIN_POW2_MIN, NumberFormat, PackedTensor
-from requant.kernels.matmul import decode
 from requant.manifests.schema import KernelsGate
 from requant.validate.collector import Collector
 from requant.validate.fp4_weights import (
@@ -55,7 +54,7 @@ COLUMNS: Final = (
 _EMULATED: Final = 2
 """Matrices for the emulated path, which is slow."""
 _EMULATED_TOKENS: Final = 8
-_EXPERTS: Final = 8
+_EXPERTS: Final = 4
 """Of a layer of experts, how many are read and multiplied together."""
 _EXPERTS_TOKENS: Final = (1, 16)
 """Few, and so many that an expert has several: kernels take the two in different ways."""
@@ -212,8 +211,8 @@ def _check_experts(
     rng: np.random.Generator,
 ) -> None:
     """Some experts of a layer, joined and multiplied as a server does it: one grouped product."""
-    experts = [read_joined(reader, layer, expert) for expert in range(min(layer.shape.experts, _EXPERTS))]
-    if not all(np.isfinite(decode(weight)).all() for weight in experts):
+    experts = [Held(read_joined(reader, layer, expert)) for expert in range(min(layer.shape.experts, _EXPERTS))]
+    if not all(np.isfinite(weight.numbers()).all() for weight in experts):
         found.error("nan-scale", _NAN, where=layer.name, hint="convert again")
         return
     seen.layers += 1

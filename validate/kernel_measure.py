@@ -122,19 +122,20 @@ class Dense(Subject):
 class Experts(Subject):
     """x times each token's own experts: ids int32 [M, top_k]."""
 
-    def __init__(self, name: str, x: X, experts: Sequence[PackedTensor], ids: NDArray[np.int32]) -> None:
-        super().__init__(name, x, experts[0])
-        self._experts = list(experts)
+    def __init__(self, name: str, x: X, experts: Sequence[Held], ids: NDArray[np.int32]) -> None:
+        super().__init__(name, x, experts[0].packed)
+        self._experts = experts
         self._ids = ids
 
     def _multiply(self, path: Path) -> tuple[Floats, str]:
+        packed = [weight.packed for weight in self._experts]
         if not path.on_gpu:
-            y, choice = grouped_matmul(self.x, self._experts, self._ids, path)
+            y, choice = grouped_matmul(self.x, packed, self._ids, path)
             return y.astype(np.float64), choice.chip
         import torch
 
         x, ids = torch.as_tensor(self.x).to(torch.bfloat16).cuda(), torch.as_tensor(self._ids).cuda()
-        result, choice = grouped_matmul(x, stack(self._experts), ids, path)
+        result, choice = grouped_matmul(x, stack(packed), ids, path)
         return result.double().cpu().numpy(), choice.chip
 
     def _exact(self, x: Floats) -> tuple[Floats, Floats]:
@@ -144,7 +145,7 @@ class Experts(Subject):
             token, slot = np.nonzero(self._ids == expert)
             if not token.size:
                 continue
-            numbers = decode(weight)
+            numbers = weight.numbers()
             product[token, slot] = x[token] @ numbers.T
             terms[token, slot] = np.abs(x[token]) @ np.abs(numbers).T
         return product, terms

@@ -61,7 +61,7 @@ def test_the_cpu_path_is_right_on_every_layout(golden, matrices, layers):
     assert 0 < result.data["worst"]["cpu"] < 1e-6
     found = rows(result)
     assert len(found) == 3 * matrices + 2 * layers
-    assert result.data["layers_of_experts"] == {"checked": layers, "experts_of_each": 8}
+    assert result.data["layers_of_experts"] == {"checked": layers, "experts_of_each": 4}
     assert {row["activations"] for row in found} - {"experts"} == {"random", "wide", "edges"}
     assert [row["m"] for row in found if row["activations"] == "experts"] == [1, 16] * layers
     assert {row["m"] for row in found} == {1, 2, 4, 8, 16, 32, 64}

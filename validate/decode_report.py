@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
@@ -74,7 +75,7 @@ def step_rows(data: Mapping[str, JSON]) -> Rows | None:
             whole = sum(_number(part, "us") for part in parts)
             for part in parts:
                 kernels = part.get("kernels")
-                named = "; ".join(str(k) for k in kernels) if isinstance(kernels, list | tuple) else ""
+                named = "; ".join(map(_kernel, kernels)) if isinstance(kernels, list | tuple) else ""
                 share = f"{100 * _number(part, 'us') / whole:.0f}%" if whole else "-"
                 row = (str(part.get("kind")), f"{_number(part, 'us'):.0f}", share, f"{_number(part, 'launches'):.0f}")
                 rows.append((_streams(point), *row, f"{100 * _number(part, 'tensor_cores'):.0f}%", named))
@@ -84,6 +85,23 @@ def step_rows(data: Mapping[str, JSON]) -> Rows | None:
         return None
     columns = ("streams", "kind", "us", "of kernel time", "launches", "on tensor cores", "kernels")
     return columns, tuple(rows), " ".join(lines)
+
+
+def _kernel(told: JSON) -> str:
+    """A kernel as the data have it, its C++ name as short as it can be told apart by."""
+    short = _NOISE.sub("", str(told))
+    name, shape, rest = short.partition("<")
+    if not shape:
+        return short
+    unit = _UNIT.search(rest)
+    arguments = rest[: unit.start()] if unit else rest
+    cut = arguments if len(arguments) <= _ARGUMENTS else f"{arguments[:_ARGUMENTS]}..."
+    return f"{name}<{cut}{unit.group() if unit else ''}"
+
+
+_NOISE: Final = re.compile(r"^void |at::native::|requant::|c10::|at::cuda::|\(anonymous namespace\)::|\([\w:]+\)(?=\d)")
+_UNIT: Final = re.compile(r" \((?:tensor|CUDA) cores\): .*$")
+_ARGUMENTS: Final = 24
 
 
 def _streams(point: Mapping[str, JSON]) -> str:

@@ -224,9 +224,8 @@ def _speed(stage: StageResult, tables: dict[str, Table]) -> Section:
     charts = [serving_chart(runs, key, title, unit) for key, title, unit in _SPEED]
     charts.append(breakdown_chart(_objects(stage.data.get("breakdown"))))
     charts += [kernel_speedup(points), roofline(points, object_of(kernels.get("ceilings")))]
-    bottleneck = stage.data.get("bottleneck")
-    lines = (bottleneck,) if isinstance(bottleneck, str) else ()
-    shown = tuple(chart for chart in charts if chart)
+    shown, bottleneck = tuple(chart for chart in charts if chart), stage.data.get("bottleneck")
+    lines = (bottleneck,) if isinstance(bottleneck, str) and STEP not in tables else ()  # that table's note says it
     return Section("speed", "Speed", stage.reason, shown, _taken(tables, DECODING, STEP, "Kernel times"), lines)
 
 

@@ -217,6 +217,28 @@ def test_the_tables_show_every_concurrency_and_why_one_is_missing():
     assert decoding_rows({}) is step_rows({}) is None
 
 
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        (
+            "void requant::w4a16_kernel<(requant::Format)0, 0, 1, (requant::Alignment)2, 5 (tensor cores): 217.3 us, 8x",
+            "w4a16_kernel<0, 0, 1, 2, 5 (tensor cores): 217.3 us, 8x",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16, at::n (CUDA cores): 9.1 us, 1x",
+            "reduce_kernel<512, 1, ReduceOp<BFloat1... (CUDA cores): 9.1 us, 1x",
+        ),
+        ("gate (CUDA cores): 81.6 us, 4x", "gate (CUDA cores): 81.6 us, 4x"),
+    ],
+)
+def test_the_page_tells_kernels_by_short_names(told, shown):
+    from requant.validate.decode_report import step_rows
+
+    part = {"kind": "moe", "us": 1.0, "launches": 1, "tensor_cores": 0.0, "kernels": [told]}
+    _, rows, _ = step_rows({"runs": [{"points": [{"concurrency": 1, "batch": 1, "breakdown": [part]}]}]})
+    assert rows[0][-1] == shown
+
+
 # --- the measurement, its loader replaced -----------------------------------------------------------------------------
 
 

@@ -113,6 +113,9 @@ def test_dark_and_print_have_their_own_colours_and_no_controls_are_printed(page,
     assert page.js("getComputedStyle(document.querySelector('nav')).display") == "none"
     number = "document.querySelector('#layers td.number')"
     assert page.js(f"getComputedStyle({number}).whiteSpace") == "nowrap"  # no number is broken over two lines
+    word = "[...document.querySelectorAll('#gates td')].find(cell => cell.textContent == 'required')"
+    assert page.js(f"getComputedStyle({word}).whiteSpace") == "nowrap"  # and no short word
+    assert page.js(f"getComputedStyle({word}).overflowWrap") == "normal"
     assert page.js("getComputedStyle(document.querySelector('thead')).display") == "table-row-group"
     page.media()
     page.pdf(tmp_path / "page.pdf")

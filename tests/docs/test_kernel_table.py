@@ -10,7 +10,7 @@ SECTION = (ROOT / "docs/kernels.md").read_text(encoding="utf-8").partition("## K
 ROWS = [line.strip("| ").split(" | ") for line in SECTION.partition("\n## ")[0].splitlines() if line.startswith("| `")]
 NOT_KERNELS = {
     *("availability", "bounds", "dispatch", "formats", "matmul", "jit", "cuda_build", "empty_model"),  # around them
-    *("reference", "reference_torch", "reference_w4a4", "mma_model"),  # oracles
+    *("reference", "reference_repack", "reference_torch", "reference_w4a4", "mma_model"),  # oracles
     *("cpu_dequant", "gpu_lane", "quantize_jit", "repack_jit"),  # parts of a kernel that is in the table
     *("w4a16_configs", "w4a16_library", "w4a16_routing", "w4a16_wgmma_configs", "w4a4_build", "w4a4_operands"),
 }

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from requant.kernels import reference as ref
+from requant.kernels.reference_repack import repack_oracle
 from requant.manifests.schema import NumericsGate
 from requant.validate.numerics import check_numerics
 from requant.validate.results import StageResult
@@ -100,7 +100,7 @@ class Dsv4:
             "layers.0.step": ("I64", (), struct.pack("<q", 7)),
         }
         self.source |= kept
-        self.repacked = ref.repack_oracle(self.pair)
+        self.repacked = repack_oracle(self.pair)
         self.output = dict(kept)
         for name, (codes, scales) in zip(("w1", "w3"), self.repacked.members, strict=True):
             self.output |= modelopt(f"layers.0.ffn.experts.0.{name}", codes, scales, self.repacked.m)

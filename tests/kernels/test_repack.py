@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from requant.kernels.formats import E4M3_VALUES, e4m3_pow2_byte
-from requant.kernels.reference import dequantize_mxfp4, dequantize_nvfp4, pack_nibbles, repack_oracle
+from requant.kernels.reference import dequantize_mxfp4, dequantize_nvfp4, pack_nibbles
+from requant.kernels.reference_repack import repack_oracle
 from requant.kernels.repack import global_scale, repack, window_exponent, window_scales
 
 K_MAX = 120

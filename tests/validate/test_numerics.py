@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numerics_folders import GOLDENS, LOSSLESS, Dsv4, Entry, bf16, f32, modelopt, random_mx, rows_of, rules, u8, write
-from requant.kernels import reference as ref
+from requant.kernels.reference_repack import repack_oracle
 from requant.manifests.schema import NumericsGate
 from requant.validate.collector import Collector
 from requant.validate.numerics import check_numerics
@@ -59,7 +59,7 @@ def test_the_window_that_counts_is_that_of_the_fused_pair(tmp_path: Path) -> Non
     case.pair[0][1][:] = 124
     case.pair[1][1][:] = 108
     case.pair[1][1][0, 0], case.pair[1][0][0, :16] = 60, 0  # dead, and far below: it does not count
-    m, members, _ = ref.repack_oracle(case.pair)
+    m, members, _ = repack_oracle(case.pair)
     for name, (codes, scales), source in zip(("w1", "w3"), members, case.pair, strict=True):
         case.output |= modelopt(f"layers.0.ffn.experts.0.{name}", codes, scales, m)
         case.source[f"layers.0.ffn.experts.0.{name}.weight"] = u8(source[0], "I8")
@@ -146,7 +146,7 @@ def test_a_tensor_is_dropped_only_by_a_rule_that_says_so(tmp_path: Path) -> None
 def test_compressed_tensors_in_and_out_with_the_global_scale_as_a_divisor(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     codes, scales = random_mx(rng, 32, 64)
-    m, [(new, block)], _ = ref.repack_oracle([(codes, scales)])
+    m, [(new, block)], _ = repack_oracle([(codes, scales)])
     x = "language_model.model.layers.0.mlp.down_proj"
     source = write(tmp_path / "src", {f"{x}.weight_packed": u8(codes), f"{x}.weight_scale": u8(scales)})
     outputs = {
@@ -192,7 +192,7 @@ def test_a_widened_activation_scale_may_be_that_of_the_weights_it_is_fused_with(
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_kept_global_scale_that_is_no_f32_is_compared_by_its_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     codes, scales = random_mx(np.random.default_rng(8), 32, 64)
-    m, [(new, block)], _ = ref.repack_oracle([(codes, scales)])
+    m, [(new, block)], _ = repack_oracle([(codes, scales)])
     x = "model.layers.0.mlp.down_proj"
     kept = {**modelopt(x, new, block, m), f"{x}.weight_scale_2": bf16(np.full(shape, 0.5))}
     result = check_numerics(write(tmp_path / "s", kept), write(tmp_path / "o", kept), None)
@@ -201,7 +201,7 @@ def test_a_kept_global_scale_that_is_no_f32_is_compared_by_its_bytes(tmp_path: P
 
 def test_f4_and_e8m0_dtypes_are_read_as_the_bytes_they_are(tmp_path: Path) -> None:
     codes, scales = random_mx(np.random.default_rng(6), 32, 64)
-    m, [(new, block)], _ = ref.repack_oracle([(codes, scales)])
+    m, [(new, block)], _ = repack_oracle([(codes, scales)])
     x = "model.layers.0.mlp.down_proj"
     source = {f"{x}.weight": ("F4", (32, 64), codes.tobytes()), f"{x}.weight_scale": u8(scales, "F8_E8M0")}
     result = check_numerics(write(tmp_path / "s", source), write(tmp_path / "o", modelopt(x, new, block, m)), LOSSLESS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numerics_folders import LOSSLESS, Entry, bf16, f32, modelopt, rows_of, rules, u8, write
 from requant.kernels import reference as ref
+from requant.kernels.reference_repack import repack_oracle
 from requant.manifests.schema import NumericsGate
 from requant.validate.numerics import check_numerics
 from requant.validate.results import StageResult, Status
@@ -26,7 +27,7 @@ class GptOss:
             f"{self.base}.gate_up_proj_scales": u8(self.scales),
             f"{self.base}.gate_up_proj_bias": bf16(self.bias),
         }
-        self.m, members, _ = ref.repack_oracle(list(zip(self.codes, self.scales, strict=True)))
+        self.m, members, _ = repack_oracle(list(zip(self.codes, self.scales, strict=True)))
         self.members = members
 
     def experts(self) -> dict[str, Entry]:

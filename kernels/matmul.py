@@ -57,6 +57,7 @@ def matmul(
     *,
     activations: Activations = "fp4",
     input_scale: float | None = None,
+    fp32: bool = False,
 ) -> Product[torch.Tensor]: ...
 def matmul(
     x: NDArray[np.float32] | torch.Tensor,
@@ -65,10 +66,12 @@ def matmul(
     *,
     activations: Activations = "fp4",
     input_scale: float | None = None,
+    fp32: bool = False,
 ) -> Product[Array] | Product[torch.Tensor]:
     """x [M, K] times weight [N, K] transposed, and the choice that was made; M may be 0.
 
-    input_scale: the static global scale of activations, for paths that round them (default: one per token). Raises
+    input_scale: the static global scale of activations, for paths that round them (default: one per token). fp32: on a
+    GPU y is FP32 and not BF16; paths that round activations round it to BF16 first. Raises
     ValueError for operands that do not fit, KernelUnavailableError where the path cannot run.
     """
     if isinstance(weight, PackedTensor):
@@ -83,7 +86,8 @@ def matmul(
     n = weight.codes.shape[0]
     choice = choose(path, weight.format, n, weight.k, on_gpu=on_gpu, activations=activations)
     _check_bf16(x, weight.k)
-    return Product(_on_gpu(x, weight, choice.path, input_scale), choice)
+    y = _on_gpu(x, weight, choice.path, input_scale, fp32=fp32)
+    return Product(y.float() if fp32 else y, choice)
 
 
 @overload
@@ -219,7 +223,8 @@ def _check_bf16(x: torch.Tensor, k: int) -> None:
         raise ValueError(f"x must be bfloat16 [M, {k}], not {x.dtype} {list(x.shape)}")
 
 
-def _on_gpu(x: torch.Tensor, weight: Fp4Tensor, path: Path, input_scale: float | None) -> torch.Tensor:
+def _on_gpu(x: torch.Tensor, weight: Fp4Tensor, path: Path, input_scale: float | None, *, fp32: bool) -> torch.Tensor:
+    import torch
     from requant.kernels import w4a4, w4a16
 
     if path in (Path.W4A4, Path.W4A4_EMULATED):
@@ -227,7 +232,8 @@ def _on_gpu(x: torch.Tensor, weight: Fp4Tensor, path: Path, input_scale: float |
     if path in (Path.W4A16, Path.W4A16_TRITON):
         scale = 1.0 if weight.global_scale is None else weight.global_scale
         way = "cuda" if path is Path.W4A16 else "triton"
-        return w4a16.w4a16_matmul(x, weight.codes, weight.scales, scale, fmt=weight.format, path=way)
+        y = x.new_empty((x.shape[0], weight.codes.shape[0]), dtype=torch.float32 if fp32 else torch.bfloat16)
+        return w4a16.w4a16_matmul(x, weight.codes, weight.scales, scale, fmt=weight.format, out=y, path=way)
     # The quantizer holds no FP4 mma, so the emulated build's is the same; those two chips have no other.
     static = None if weight.format is NumberFormat.MXFP4 else input_scale
     quantized = w4a4.quantize(x, weight.format, input_scale=static, granularity=path.granularity, emulate=True)

@@ -61,18 +61,21 @@ class GpuWeight:
         codes, scales = (torch.tensor(plane, device=device) for plane in (one.codes, one.block_scales))
         self._weight = Fp4Tensor.weight(codes, scales, number)
 
-    def multiply(self, x: torch.Tensor, scale: np.float32 | None) -> torch.Tensor:
-        """x [M, K] -> BF16 [M, N]. scale: the static activation scale, for W4A4."""
+    def multiply(self, x: torch.Tensor, scale: np.float32 | None, *, fp32: bool = False) -> torch.Tensor:
+        """x [M, K] -> BF16 [M, N], or FP32. scale: the static activation scale, for W4A4."""
         x = x.to(torch.bfloat16).contiguous()
         if scale is None or self._native(grouped=False):
             number = None if scale is None else float(scale)
-            product = matmul(x, self._weight, activations="bf16" if scale is None else "fp4", input_scale=number)
+            product = matmul(
+                x, self._weight, activations="bf16" if scale is None else "fp4", input_scale=number, fp32=fp32
+            )
             self.kernels.add(product.choice.kernel)
             return product.y
         units = rounded_in_units(x, torch.full((x.shape[0], 1), float(scale), device=x.device))
-        product = matmul(units, self._weight, activations="bf16")
+        product = matmul(units, self._weight, activations="bf16", fp32=fp32)
         self.kernels.add(f"{product.choice.kernel}, activations rounded before")
-        return (product.y.float() * float(scale)).to(torch.bfloat16)
+        y = product.y.float() * float(scale)
+        return y if fp32 else y.to(torch.bfloat16)
 
     def grouped(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """x [T, K], ids [T, k] -> BF16 [T, k, N]. scales: static activation scales by expert [E], for W4A4."""

@@ -59,14 +59,14 @@ class Packed:
             self._decoded = values
         return values
 
-    def multiply(self, x: torch.Tensor, scale: np.float32 | None) -> torch.Tensor:
-        """x [..., K] on a GPU times the weight transposed, in BF16; the weight is moved there once."""
+    def multiply(self, x: torch.Tensor, scale: np.float32 | None, *, fp32: bool = False) -> torch.Tensor:
+        """x [..., K] on a GPU times the weight transposed, in the dtype of x or FP32; the weight moves there once."""
         from requant.validate.fp4_gpu import GpuWeight
 
         if self._on_gpu is None:
             self._on_gpu = GpuWeight([self.tensor], x.device, stacked=False)
-        y = self._on_gpu.multiply(x.reshape(-1, x.shape[-1]), scale)
-        return y.reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)
+        y = self._on_gpu.multiply(x.reshape(-1, x.shape[-1]), scale, fp32=fp32)
+        return y.reshape(*x.shape[:-1], self.shape[0]).to(torch.float32 if fp32 else x.dtype)
 
     @property
     def kernels(self) -> set[str]:
@@ -91,12 +91,14 @@ def round_activations(x: NDArray[np.float32], scale: np.float32) -> NDArray[np.f
     return out
 
 
-def apply(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, scale: np.float32 | None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]."""
+def apply(
+    x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, scale: np.float32 | None, *, fp32: bool = False
+) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]. fp32: that, also on a GPU."""
     if isinstance(weight, torch.Tensor):
         return nn.functional.linear(x, weight, bias)
     if x.is_cuda:
-        y = weight.multiply(x, scale)
+        y = weight.multiply(x, scale, fp32=fp32)
         return y if bias is None else y + bias
     if scale is not None:
         flat = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
@@ -107,7 +109,8 @@ def apply(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, scale: np.
 class Nvfp4Linear(nn.Module):
     """y = x W^T + b with W [N, K] in NVFP4 or MXFP4.
 
-    activation_scale: NVFP4's static `input_scale`, to round the input as W4A4 kernels do; None for W4A16.
+    activation_scale: NVFP4's static `input_scale`, to round the input as W4A4 kernels do; None for W4A16. fp32: whether
+    y is FP32 also on a GPU, as an output head's logits are.
     """
 
     def __init__(
@@ -117,11 +120,12 @@ class Nvfp4Linear(nn.Module):
         self.packed = weight
         self.out_features, self.in_features = weight.shape
         self.activation_scale = activation_scale
+        self.fp32 = False
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N], FP32."""
-        return apply(x, self.packed, cast("torch.Tensor | None", self.bias), self.activation_scale)
+        """x [..., K] -> [..., N], FP32; on a GPU in the dtype of x, unless `fp32`."""
+        return apply(x, self.packed, cast("torch.Tensor | None", self.bias), self.activation_scale, fp32=self.fp32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,8 @@ class _Loader:
             head = model.get_output_embeddings()
             if isinstance(head, nn.Linear):
                 model.set_output_embeddings(Fp32Head(head))
+            elif isinstance(head, Nvfp4Linear):
+                head.fp32 = True
         return LoadedModel(model, self._packed, self._plain, self._layers, unused)
 
     # --- one module ---------------------------------------------------------------------------------------------------

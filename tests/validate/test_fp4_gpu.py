@@ -49,7 +49,8 @@ def kernels(monkeypatch):
     def choice(kind):
         return SimpleNamespace(kernel=f"the {kind} kernel")
 
-    def matmul(x, weight, **options):
+    def matmul(x, weight, *, fp32, **options):
+        assert not fp32
         calls.append(("dense", x, weight.format, options))
         scale = None if weight.global_scale is None else weight.global_scale[0]
         w = values(weight.codes.numpy(), weight.scales.numpy(), scale, weight.format)
@@ -208,6 +209,44 @@ def test_a_head_makes_its_logits_in_fp32():
     y = Fp32Head(linear)(x)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, x.float() @ linear.weight.float().T + linear.bias.float())
+
+
+def test_an_fp4_head_makes_its_logits_in_fp32(monkeypatch):
+    """What the kernel sums in FP32 is not rounded to BF16 on the way, whether activations were rounded or not."""
+    from requant.kernels.matmul import Product
+
+    def kernel(x, weight, *, activations, input_scale=None, fp32=False):
+        y = x.float() @ weight.T
+        return Product(y if fp32 else y.bfloat16(), SimpleNamespace(kernel="a kernel"))
+
+    weight = torch.randn(16, 32)
+    on_gpu = object.__new__(GpuWeight)
+    on_gpu.kernels, on_gpu._weight = set(), weight
+    monkeypatch.setattr(fp4_gpu, "matmul", kernel)
+    monkeypatch.setattr(GpuWeight, "_native", lambda self, *, grouped: False)
+    packed = Packed(nvfp4(16, 32))
+    packed._on_gpu = on_gpu
+    x = torch.randn(2, 3, 32).bfloat16()
+    exact = x.float() @ weight.T
+    y = packed.multiply(x, None, fp32=True)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, exact)
+    assert torch.equal(packed.multiply(x, None), exact.bfloat16())
+    rounded = packed.multiply(x, np.float32(0.25), fp32=True)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, rounded.bfloat16().float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_logits_of_an_fp4_head_on_a_gpu_are_float64_but_for_fp32(tokens):
+    weight = nvfp4(48, 160)
+    exact = values(weight.codes, weight.block_scales, weight.global_scale, weight.format)
+    x = torch.randn(tokens, 160).bfloat16()
+    y = Packed(weight).multiply(x.cuda(), None, fp32=True)
+    expected = x.double() @ torch.as_tensor(exact).T
+    assert y.dtype == torch.float32
+    assert float((y.cpu() - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 def test_modules_name_no_kernel_before_they_have_run():

@@ -77,8 +77,10 @@ __global__ void __launch_bounds__(kWgMaxThreads<TOKENS>, 1) w4a16_wgmma_kernel(c
   if (p.cluster > 1) cluster_arrive();  // this block runs
   float sums[TOKENS / 2];
   if (!consumes) {
-    if (fetches_x || !p.constant_weights) wait_for_previous_kernel();  // nothing has been read so far
-    allow_next_kernel();
+    if (fetches_x || !p.constant_weights) {
+      wait_for_previous_kernel();  // nothing has been read so far
+      allow_next_kernel();         // not before the wait: what starts then may count on all that came before this kernel
+    }
     const int first = wg_first_stage(p, me), stages = wg_stages(p, me);
     if (fetches_x) {
       fetch_x<TOKENS>(p, shared_address(shared), barriers, k_group, x_warp, first, stages, lane);

@@ -8,10 +8,12 @@ decode to the same length. That is enough to measure a step and a prefill, and n
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import torch
 from requant.kernels import w4a16
@@ -21,6 +23,9 @@ from requant.validate.decode_products import Products
 from requant.validate.decode_step import Cache, State, prefill, step
 
 __all__ = ["Engine", "Wave", "make_glue"]
+
+_TIMED: Final = 9
+"""Steps that are timed for each product that might be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,24 @@ class Engine:
             self._prompt = torch.zeros(prompt_tokens, dtype=torch.int64, device=self._stream.device)
             self._prefill = _recorded(self._eager_prefill)
         self.state.positions.zero_()
+
+    def tune(self) -> None:
+        """Choose among products by what a whole step takes with each (nothing on a CPU). Streams start anew."""
+        if not self.on_gpu:
+            return
+        made = torch.Generator(self._stream.device).manual_seed(0)
+        size = len(self.decoder.embedding)
+        tokens = torch.randint(0, size, (self.streams,), generator=made, device=self._stream.device)
+
+        def step_us() -> float:
+            self.state.tokens.copy_(tokens)  # distinct ones, which go to different experts
+            self.rewind(self.capacity // 2)
+            self._graph = _recorded(self._eager)
+            return statistics.median(self._timed_steps(_TIMED))
+
+        self.products.refine(step_us)
+        self._graph = None
+        self.rewind(0)
 
     def step(self, *, eager: bool = False) -> None:
         """One token more for every stream."""

@@ -8,13 +8,16 @@ decode_fused.py has the same functions as fused Triton kernels for a GPU. A stre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from requant.kernels import w4a16
 from requant.validate.decode_model import Attention, Gate, Router
 
-__all__ = ["Added", "Chosen", "Glue", "PlainGlue", "rotated", "split_heads"]
+__all__ = ["Added", "Chosen", "Glue", "PlainGlue"]
+
+_QUERIES: Final = 256
+"""Queries of a prompt whose attention plain torch computes at a time: bounds the logits' memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +45,17 @@ class Chosen:
 
 
 class Glue(Protocol):
-    """The steps between products, for T tokens (one of each stream)."""
+    """The steps between products, for T tokens (one of each stream). h must be older than the launch just before."""
+
+    def embed(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of the embedding in FP32, their RMSNorm in the dtype of `norm`)."""
+        ...
+
+    def pick(self, logits: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """tokens [T] = the largest of logits [T, V] (the first of equal ones); positions [T] + 1. In place."""
+        ...
 
     def add_norm(
         self, h: torch.Tensor, added: Added | None, norm: torch.Tensor, eps: float
@@ -87,9 +100,34 @@ class Glue(Protocol):
         its position in the cache ([T, KV, capacity, D] each); earlier positions are read."""
         ...
 
+    def attend_prompt(
+        self,
+        qkv: torch.Tensor,
+        attention: Attention,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        stream: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+    ) -> torch.Tensor:
+        """All tokens of one prompt, each of those before it: qkv [T, (H + 2 KV) D] -> [T, H D]. Keys and values are
+        written to the cache of `stream` [1] int64, from position 0 on."""
+        ...
+
 
 class PlainGlue:
     """The reference."""
+
+    def embed(
+        self, embedding: torch.Tensor, tokens: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Glue."""
+        h = embedding.index_select(0, tokens).float()
+        return h, _rms(h, norm, eps).to(norm.dtype)
+
+    def pick(self, logits: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """See Glue."""
+        tokens.copy_(logits.argmax(-1))
+        positions.add_(1)
 
     def add_norm(
         self, h: torch.Tensor, added: Added | None, norm: torch.Tensor, eps: float
@@ -170,6 +208,36 @@ class PlainGlue:
             seen &= key > at[:, None] - attention.window
         out = attention_of(q[:, :, None], cache[0].float(), cache[1].float(), seen[:, None, None], attention)
         return out[:, :, 0].flatten(1).to(qkv.dtype)
+
+    def attend_prompt(
+        self,
+        qkv: torch.Tensor,
+        attention: Attention,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        stream: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+    ) -> torch.Tensor:
+        """See Glue. A few hundred queries at a time."""
+        count, a = len(qkv), attention
+        q, k, v = split_heads(qkv, a, eps)
+        cos, sin = (table[:count, None] for table in tables)
+        q, k = (rotated(t, cos, sin).transpose(0, 1) for t in (q, k))
+        keys, values = k.to(cache[0].dtype), v.transpose(0, 1).to(cache[1].dtype)
+        for kept, new in zip(cache, (keys, values), strict=True):
+            kept[:, :, :count].index_copy_(0, stream, new[None])
+        at = torch.arange(count, device=qkv.device)
+        out: list[torch.Tensor] = []
+        for begin in range(0, count, _QUERIES):
+            here = at[begin : begin + _QUERIES, None]
+            first = 0 if not a.window else max(0, begin - a.window + 1)
+            span = slice(first, begin + _QUERIES)
+            seen = at[None, span] <= here
+            if a.window:
+                seen &= at[None, span] > here - a.window
+            part = attention_of(q[:, begin : begin + _QUERIES], keys[:, span].float(), values[:, span].float(), seen, a)
+            out.append(part.transpose(0, 1).flatten(1))
+        return torch.cat(out).to(qkv.dtype)
 
 
 def split_heads(qkv: torch.Tensor, attention: Attention, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

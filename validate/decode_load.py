@@ -109,7 +109,6 @@ class _Reader:
     def _attention(self, name: str, module: Any) -> Attention:
         config, dim = self._model.config, int(module.head_dim)
         parts = [f"{name}.{leaf}_proj" for leaf in "qkv"]
-        biases = [self._optional(f"{part}.bias") for part in parts]
         return Attention(
             heads=int(config.num_attention_heads),
             kv_heads=int(config.num_key_value_heads),
@@ -117,7 +116,7 @@ class _Reader:
             scale=float(module.scaling),
             qkv=self._joined(parts),
             out=self._joined([f"{name}.o_proj"]),
-            qkv_bias=None if biases[0] is None else torch.cat([b for b in biases if b is not None]),
+            qkv_bias=self._bias(parts),
             out_bias=self._optional(f"{name}.o_proj.bias"),
             q_norm=self._optional(f"{name}.q_norm.weight"),
             k_norm=self._optional(f"{name}.k_norm.weight"),
@@ -128,7 +127,11 @@ class _Reader:
     def _mlp(self, name: str, module: Any) -> Mlp:
         _only_silu(self._model.config)
         del module
-        return Mlp(self._joined([f"{name}.gate_proj", f"{name}.up_proj"]), self._joined([f"{name}.down_proj"]), Gate())
+        parts = [f"{name}.gate_proj", f"{name}.up_proj"]
+        return Mlp(
+            self._joined(parts), self._joined([f"{name}.down_proj"]), Gate(), self._bias(parts),
+            self._optional(f"{name}.down_proj.bias"),
+        )  # fmt: skip
 
     def _moe(self, name: str, module: Any) -> Moe:
         router = module.router if hasattr(module, "router") else module.gate
@@ -256,6 +259,14 @@ class _Reader:
         if tensor.dtype not in ("BF16", "F16", "F32"):
             raise ModelUnavailableError(f"{name} is {tensor.dtype}: the decode engine reads FP4 and BF16")
         return cast("torch.Tensor", self._reader.tensor(tensor)).to(self._device, self._dtype, copy=True)
+
+    def _bias(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Their biases one after the other, if they have any."""
+        biases = [self._optional(f"{name}.bias") for name in names]
+        found = [bias for bias in biases if bias is not None]
+        if found and len(found) < len(names):
+            raise ModelUnavailableError(f"{', '.join(names)}: some have a bias and some none, and a server joins them")
+        return torch.cat(found) if found else None
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self._values(name) if name in self._tensors else None

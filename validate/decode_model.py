@@ -99,11 +99,13 @@ class Moe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """A dense MLP: gate_up [2 I, hidden], down [hidden, I]."""
+    """A dense MLP: gate_up [2 I, hidden], down [hidden, I], biases [rows]."""
 
     gate_up: Matrix
     down: Matrix
     gate: Gate
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +164,8 @@ class Decoder:
             small = [layer.attention_norm, layer.mlp_norm, a.qkv_bias, a.out_bias, a.q_norm, a.k_norm, a.sinks]
             if isinstance(mlp, Moe):
                 small += [mlp.router.weight, mlp.router.bias]
+            else:
+                small += [mlp.gate_up_bias, mlp.down_bias]
             total += sum(t.nbytes for t in small if t is not None)
         return total
 

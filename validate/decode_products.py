@@ -1,7 +1,8 @@
 """The matrix products of a step: W4A16 for FP4 weights, and for plain ones whichever of cuBLAS and ours is faster here.
 
-For a plain weight of one shape and number of tokens the candidates are timed once, on all the weights of that shape in
-turn (so that none lies in the L2 cache), and the fastest is kept: BF16, as the baseline, gets the best that there is.
+For a plain weight of one shape and number of tokens the candidates are timed once, on the weights of that shape in turn
+(so that none lies in the L2 cache), with random routing and each behind a norm, and those near the fastest once more in
+a whole step: BF16, as the baseline, gets the best that there is.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,9 +22,10 @@ __all__ = ["Products"]
 
 FEW: Final = 64
 """Tokens up to which the kernels for few tokens are tried."""
-_EARLY_IS_WORTH: Final = 0.9
-"""A kernel that has all its weights on the way before it waits for the one before it also gains the time of that one,
-which timing it alone does not show."""
+_NEAR: Final = 1.35
+_TRIED: Final = 5
+"""A product that takes so many times the fastest one's time is still tried in a whole step, but at most so many."""
+_TRIED_AGAIN: Final = 3
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(x, weight, y to fill, expert ids of the slots)."""
 
@@ -38,45 +40,58 @@ class Products:
             if matrix.plain is not None and matrix.plain.is_cuda:
                 self._same.setdefault(matrix.shape, []).append(matrix.plain)
         self._best: dict[tuple[int, ...], Product] = {}
+        self._near: dict[tuple[int, ...], list[tuple[str, Product]]] = {}
+        self._used: dict[tuple[int, ...], None] = {}
+        self._sorted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.chosen: dict[str, str] = {}
 
-    def dense(self, x: torch.Tensor, weight: Matrix) -> torch.Tensor:
-        """x [T, K] times the weight transposed -> [T, N]."""
-        if weight.packed is not None:
+    def dense(self, x: torch.Tensor, weight: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x [T, K] times the weight transposed -> [T, N], rounded to `dtype` (None: that of x) from FP32 sums."""
+        shape = (x.shape[0], weight.shape[0])
+        if weight.packed is not None and x.shape[0] <= FEW:
             w = weight.packed
             scale = 1.0 if w.global_scale is None else w.global_scale
-            return w4a16.w4a16_matmul(x, w.codes, w.scales, scale, fmt=w.format, constant_weights=self._pdl)
-        assert weight.plain is not None
+            y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+            return w4a16.w4a16_matmul(x, w.codes, w.scales, scale, fmt=w.format, out=y, constant_weights=self._pdl)
         if not x.is_cuda or x.shape[0] > FEW:
-            return torch.nn.functional.linear(x, weight.plain)
+            return torch.nn.functional.linear(x, _plain(weight)).to(dtype or x.dtype)
+        assert weight.plain is not None
         key = (x.shape[0], *weight.shape)
-        y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
         if key not in self._best:
-            tries = list(_dense_candidates(*key, pdl=self._pdl))
-            self._best[key] = self._tune(key, x, tries, y, x)
+            self._tune(key, x, list(_dense_candidates(*key, pdl=self._pdl)), y, x)
+        self._used[key] = None
         self._best[key](x, weight.plain, y, x)
         return y
+
+    def routes(self, weight: Matrix, slots: int) -> bool:
+        """Whether so many slots go through the W4A16 kernels, which need a routing; more are worth decoding for."""
+        return weight.packed is not None and slots <= 4 * FEW
 
     def grouped(
         self, x: torch.Tensor, weight: Matrix, ids: torch.Tensor, routing: w4a16.MoeRouting | None
     ) -> torch.Tensor:
         """Each slot's expert times its row: x [T, K], or [T, J, K], with ids [T, J] -> [T, J, N]."""
         per_slot = x.dim() == 3
-        if weight.packed is not None:
+        if self.routes(weight, ids.numel()):
             w = weight.packed
+            assert w is not None
             return w4a16.w4a16_moe(
                 x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, x_per_slot=per_slot
             )
-        assert weight.plain is not None
         if not x.is_cuda or ids.numel() > 4 * FEW:
-            return _sorted_product(x, weight.plain, ids)
+            if not per_slot or self._sorted is None or self._sorted[0] is not ids:  # gate_up's sort serves down too
+                self._sorted = (ids, *_sort(ids, weight.experts))
+            return _sorted_product(x, _plain(weight), ids, *self._sorted[1:])
+        assert weight.plain is not None
         key = (ids.numel(), *weight.shape)
         y = torch.empty((*ids.shape, weight.shape[1]), dtype=x.dtype, device=x.device)
         if key not in self._best:
             tries = list(
                 _grouped_candidates(ids.shape[1], *weight.shape, slots=ids.numel(), per_slot=per_slot, pdl=self._pdl)
             )
-            self._best[key] = self._tune(key, x, tries, y, ids)
+            self._tune(key, x, tries, y, _spread(ids, weight.experts))
+        self._used[key] = None
         self._best[key](x, weight.plain, y, ids)
         return y
 
@@ -87,52 +102,116 @@ class Products:
         tries: Sequence[tuple[str, Product]],
         y: torch.Tensor,
         ids: torch.Tensor,
-    ) -> Product:
-        """The fastest of the candidates."""
+    ) -> None:
+        """Choose the fastest of the candidates, each behind a norm: what starts before that has ended gains by it."""
         from requant.validate.gpu_clock import timed
+
+        before = _norm_before(x, pdl=self._pdl)
+
+        def pair(weight: torch.Tensor, product: Product) -> None:
+            before()
+            product(x, weight, y, ids)
 
         weights = self._same[key[1:]][:12]
         found: list[tuple[float, str, Product]] = []
         for name, product in tries:
-            us, _ = timed([lambda w=w, p=product: p(x, w, y, ids) for w in weights], len(weights) * 2)
+            us, _ = timed([lambda w=w, p=product: pair(w, p) for w in weights], len(weights) * 2)
             found.append((us, name, product))
-        us, name, best = min(found, key=lambda entry: entry[0] * (_EARLY_IS_WORTH if "early" in entry[1] else 1))
-        told = ", ".join(f"{n} {u:.1f}" for u, n, _ in sorted(found, key=lambda entry: entry[0]))
-        self.chosen[" x ".join(map(str, key))] = f"{name} ({us:.1f} us; {told})"
-        return best
+        found.sort(key=lambda entry: entry[0])
+        us, name, self._best[key] = found[0]
+        self._near[key] = [(n, p) for u, n, p in found if u < _NEAR * us][:_TRIED]
+        told = ", ".join(f"{n} {u:.1f}" for u, n, _ in found)
+        self.chosen[_label(key)] = f"{name} (us with a norm before it: {told})"
+
+    def refine(self, step_us: Callable[[], float]) -> None:
+        """Choose again among the products that came near the fastest: the one with which a step, as `step_us` measures
+        it, takes least. What overlaps, and on which multiprocessors blocks find room, no other measurement shows."""
+        self._used.clear()
+        step_us()
+        for key in [*self._used, *self._used]:  # twice: which product is best for one shape depends on the others'
+            near = self._near[key]
+            if len(near) < 2:
+                continue
+            found: list[tuple[float, str, Product]] = []
+            for name, product in near:
+                self._best[key] = product
+                found.append((step_us(), name, product))
+            found.sort(key=lambda entry: entry[0])
+            _, name, self._best[key] = found[0]
+            self._near[key] = [(n, p) for _, n, p in found[:_TRIED_AGAIN]]
+            told = ", ".join(f"{n} {u:.1f}" for u, n, _ in found)
+            self.chosen[_label(key)] = f"{name} (us of a step: {told})"
+
+
+def _label(key: tuple[int, ...]) -> str:
+    return " x ".join(map(str, key))
+
+
+def _norm_before(x: torch.Tensor, *, pdl: bool) -> Callable[[], None]:
+    """A launch of RMSNorm at the width of x, into a place of its own."""
+    from requant.kernels.triton import decode
+
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    h, out = (torch.zeros((rows, width), dtype=torch.float32, device=x.device) for _ in range(2))
+    normed = torch.empty_like(x)
+    block = 1 << (width - 1).bit_length()
+
+    def run() -> None:
+        decode.add_norm[(rows,)](
+            h, h, h, h, h, x, h, out, normed, width, 1e-5, SLOTS=1, WEIGHTED=False, BIAS=False, ADD=False, ROWS=False,
+            BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=16,
+        )  # fmt: skip
+
+    return run
+
+
+def _spread(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """Ids as random tokens have them: of each, different experts, any as likely. Those of a warm-up's tokens may be all
+    the same."""
+    made = torch.Generator(device=ids.device).manual_seed(0)
+    drawn = torch.rand((ids.shape[0], experts), generator=made, device=ids.device)
+    return drawn.topk(ids.shape[1], dim=1).indices.to(ids.dtype)
 
 
 def _dense_candidates(m: int, n: int, k: int, *, pdl: bool) -> Iterator[tuple[str, Product]]:
     from requant.kernels.triton import bf16
 
     def blas(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, _ids: torch.Tensor) -> None:
-        torch.mm(x, w.T, out=y)
+        if y.dtype == x.dtype:
+            torch.mm(x, w.T, out=y)
+        else:
+            torch.mm(x, w.T, out_dtype=y.dtype, out=y)
 
-    def vector(rows: int, columns: int, warps: int) -> Product:
+    def vector(rows: int, columns: int, tail: int, warps: int) -> Product:
         def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, _ids: torch.Tensor) -> None:
             bf16.vector[(-(-n // rows),)](
-                x, w, y, n, K=k, BLOCK_N=rows, BLOCK_K=columns, PDL=pdl, launch_pdl=pdl, num_warps=warps
+                x, w, y, n, K=k, BLOCK_N=rows, BLOCK_K=columns, TAIL=tail, PDL=pdl, launch_pdl=pdl, num_warps=warps
             )
 
         return run
 
-    def skinny(rows: int, columns: int, stages: int) -> Product:
+    def skinny(rows: int, columns: int, stages: int, *, early: bool) -> Product:
         def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, _ids: torch.Tensor) -> None:
             bf16.skinny[(-(-n // rows), -(-m // 16))](
                 x, w, y, m, n, k, BLOCK_N=rows, BLOCK_K=columns, BLOCK_M=16, EVEN=k % columns == 0 and n % rows == 0,
-                STAGES=stages, PDL=pdl, launch_pdl=pdl, num_warps=4,
+                STAGES=stages, PDL=early, launch_pdl=early, num_warps=4,
             )  # fmt: skip
 
         return run
 
     yield "cuBLAS", blas
     if m == 1:
-        for rows, columns, warps in ((4, 1024, 4), (4, 512, 2), (2, 4096, 4), (4, 4096, 8), (1, 4096, 2)):
-            early = ", early" if columns >= k else ""
-            yield f"vector {rows}x{columns}{early}", vector(rows, columns, warps)
+        yield "vector 4x512", vector(4, 512, 0, 2)
+        yield "vector 4x1024", vector(4, 1024, 0, 4)
+        most = 1 << (k.bit_length() - 1)
+        tail = 0 if most == k else 1 << (k - most - 1).bit_length()
+        for rows, warps in ((1, 4), (2, 4), (2, 8), (4, 8), (4, 16)):
+            yield f"vector {rows} rows at once, {warps} warps", vector(rows, most, tail, warps)
     else:
         for rows, columns, stages in ((32, 128, 4), (16, 256, 4), (64, 64, 5)):
-            yield f"skinny {rows}x{columns}", skinny(rows, columns, stages)
+            yield f"skinny {rows}x{columns}", skinny(rows, columns, stages, early=pdl)
+            if pdl:  # blocks that start early all go where there is room, and that may be a few multiprocessors
+                yield f"skinny {rows}x{columns}, in turn", skinny(rows, columns, stages, early=False)
 
 
 def _grouped_candidates(
@@ -155,22 +234,37 @@ def _grouped_candidates(
         yield f"grouped {rows}x{columns}", ours(rows, columns, stages)
 
 
-def _sorted_product(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Many slots: by expert in turn (on a GPU in one grouped call, and nothing goes to the host)."""
-    experts, n, _ = weight.shape
+def _plain(weight: Matrix) -> torch.Tensor:
+    """The weight to multiply with: as it is, or decoded to BF16 for this one product of many tokens."""
+    if weight.plain is not None:
+        return weight.plain
+    from requant.kernels.triton.dequantize import to_bf16
+
+    assert weight.packed is not None
+    return to_bf16(weight.packed)
+
+
+def _sort(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots by expert, and how many each has."""
     flat = ids.flatten().long()
-    rows = x.flatten(0, 1) if x.dim() == 3 else x.repeat_interleave(ids.shape[1], 0)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-    out = torch.empty((len(flat), n), dtype=x.dtype, device=x.device)
+    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return torch.argsort(flat, stable=True), counts
+
+
+def _sorted_product(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Many slots: by expert in turn (on a GPU in one grouped call, and nothing goes to the host)."""
+    n = weight.shape[1]
+    rows = x.flatten(0, 1)[order] if x.dim() == 3 else x[order // ids.shape[1]]
+    out = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
     if x.is_cuda:
         ends = counts.cumsum(0).int()
-        out[order] = torch.nn.functional.grouped_mm(rows[order], weight.transpose(1, 2), offs=ends)
+        out[order] = torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         return out.view(*ids.shape, n)
     begin = 0
     for expert, count in enumerate(counts.tolist()):
-        mine = order[begin : begin + count]
         if count:
-            out[mine] = rows[mine] @ weight[expert].T
+            out[order[begin : begin + count]] = rows[begin : begin + count] @ weight[expert].T
         begin += count
     return out.view(*ids.shape, n)

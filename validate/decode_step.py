@@ -3,7 +3,7 @@
 A step is a fixed sequence of launches that reads tokens and positions from the GPU and leaves the next ones there: no
 value goes to the host, so one CUDA graph holds all of it (decode_engine.py). For an MoE layer that is eight launches:
 norm with the previous block's output, QKV, attention with cache and rotary embedding, output projection, norm with the
-router's choice, gate_up, SwiGLU, down.
+router's choice, gate_up, SwiGLU, down. The first norm reads the embedding, one launch after the head picks the tokens.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -11,17 +11,13 @@ router's choice, gate_up, SwiGLU, down.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-from requant.validate.decode_glue import Added, Glue, attention_of, rotated, split_heads
-from requant.validate.decode_model import Attention, Decoder, Layer, Moe
+from requant.validate.decode_glue import Added, Glue
+from requant.validate.decode_model import Decoder, Layer, Moe
 from requant.validate.decode_products import Products
 
 __all__ = ["Cache", "State", "prefill", "step"]
-
-_QUERIES: Final = 256
-"""Queries of a prefill whose attention is computed at a time: bounds the logits' memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,21 +60,19 @@ class State:
 
 def step(decoder: Decoder, cache: Cache, state: State, glue: Glue, products: Products) -> torch.Tensor:
     """One token more for each stream; returns the logits [C, V] from which state.tokens was chosen (the largest)."""
-    h = decoder.embedding.index_select(0, state.tokens).float()
-    added: Added | None = None
+    h, x = glue.embed(decoder.embedding, state.tokens, decoder.layers[0].attention_norm, decoder.eps)
     routed = iter(state.routed)
-    for layer, kept in zip(decoder.layers, cache.layers, strict=True):
+    norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
+    for layer, kept, norm in zip(decoder.layers, cache.layers, norms, strict=True):
         a = layer.attention
-        h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
         qkv = products.dense(x, a.qkv)
         heads = glue.attend(qkv, a, kept, state.positions, (decoder.cos, decoder.sin), decoder.eps)
         added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
         ids = next(routed) if isinstance(layer.mlp, Moe) else None
         h, added = _mlp(layer, h, added, ids, decoder.eps, glue, products)
-    _, x = glue.add_norm(h, added, decoder.norm, decoder.eps)
-    logits = products.dense(x, decoder.head)
-    state.tokens.copy_(logits.argmax(-1))
-    state.positions.add_(1)
+        h, x = glue.add_norm(h, added, norm, decoder.eps)
+    logits = products.dense(x, decoder.head, dtype=torch.float32)
+    glue.pick(logits, state.tokens, state.positions)
     return logits
 
 
@@ -89,16 +83,19 @@ def prefill(
 
     stream [1] int64: on the device, so that one CUDA graph serves them all.
     """
-    h = decoder.embedding.index_select(0, prompt).float()
-    added: Added | None = None
-    for layer, kept in zip(decoder.layers, cache.layers, strict=True):
+    h, x = glue.embed(decoder.embedding, prompt, decoder.layers[0].attention_norm, decoder.eps)
+    norms = [*(layer.attention_norm for layer in decoder.layers[1:]), None]
+    for layer, kept, norm in zip(decoder.layers, cache.layers, norms, strict=True):
         a = layer.attention
-        h, x = glue.add_norm(h, added, layer.attention_norm, decoder.eps)
-        heads = _attend_all(products.dense(x, a.qkv), a, kept, stream, decoder)
+        qkv = products.dense(x, a.qkv)
+        heads = glue.attend_prompt(qkv, a, kept, stream, (decoder.cos, decoder.sin), decoder.eps)
         added = Added(products.dense(heads, a.out)[:, None], bias=a.out_bias)
         h, added = _mlp(layer, h, added, None, decoder.eps, glue, products)
-    _, x = glue.add_norm(h[-1:], _last(added), decoder.norm, decoder.eps)
-    return products.dense(x, decoder.head)[0]
+        if norm is not None:
+            h, x = glue.add_norm(h, added, norm, decoder.eps)
+        else:  # only the last token goes on
+            _, x = glue.add_norm(h[-1:], _last(added), decoder.norm, decoder.eps)
+    return products.dense(x, decoder.head, dtype=torch.float32)[0]
 
 
 def _mlp(
@@ -115,9 +112,10 @@ def _mlp(
     if not isinstance(mlp, Moe):
         h, x = glue.add_norm(h, added, layer.mlp_norm, eps)
         both = products.dense(x, mlp.gate_up)[:, None]
-        inner = glue.gate(both, mlp.gate, None, None)[:, 0]
-        return h, Added(products.dense(inner, mlp.down)[:, None])
-    route = mlp.gate_up.packed is not None or mlp.down.packed is not None
+        inner = glue.gate(both, mlp.gate, None, mlp.gate_up_bias)[:, 0]
+        return h, Added(products.dense(inner, mlp.down)[:, None], bias=mlp.down_bias)
+    slots = len(h) * mlp.router.top_k
+    route = products.routes(mlp.gate_up, slots) or products.routes(mlp.down, slots)
     chosen = glue.choose(h, added, layer.mlp_norm, eps, mlp.router, ids, route=route)
     both = products.grouped(chosen.x, mlp.gate_up, chosen.ids, chosen.routing)
     inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias)
@@ -125,34 +123,7 @@ def _mlp(
     return chosen.h, Added(y, chosen.weights, chosen.ids, mlp.down_bias)
 
 
-def _attend_all(
-    qkv: torch.Tensor, a: Attention, kept: tuple[torch.Tensor, torch.Tensor], stream: torch.Tensor, decoder: Decoder
-) -> torch.Tensor:
-    """Causal attention of a whole prompt, its keys and values kept; a few hundred queries at a time."""
-    count = len(qkv)
-    q, k, v = split_heads(qkv, a, decoder.eps)
-    cos, sin = decoder.cos[:count, None], decoder.sin[:count, None]
-    q, k = (rotated(t, cos, sin).transpose(0, 1) for t in (q, k))
-    keys, values = k.to(kept[0].dtype), v.transpose(0, 1).to(kept[1].dtype)
-    for cache, new in zip(kept, (keys, values), strict=True):
-        cache[:, :, :count].index_copy_(0, stream, new[None])
-    at = torch.arange(count, device=qkv.device)
-    out: list[torch.Tensor] = []
-    for begin in range(0, count, _QUERIES):
-        here = at[begin : begin + _QUERIES, None]
-        first = 0 if not a.window else max(0, begin - a.window + 1)
-        seen = at[None, first : begin + _QUERIES] <= here
-        if a.window:
-            seen &= at[None, first : begin + _QUERIES] > here - a.window
-        span = slice(first, begin + _QUERIES)
-        part = attention_of(q[:, begin : begin + _QUERIES], keys[:, span].float(), values[:, span].float(), seen, a)
-        out.append(part.transpose(0, 1).flatten(1))
-    return torch.cat(out).to(qkv.dtype)
-
-
-def _last(added: Added | None) -> Added | None:
+def _last(added: Added) -> Added:
     """Of the last token alone."""
-    if added is None:
-        return None
     weights, ids = (None if t is None else t[-1:] for t in (added.weights, added.ids))
     return Added(added.y[-1:], weights, ids, added.bias)

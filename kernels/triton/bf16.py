@@ -2,7 +2,7 @@
 
 `skinny` is y = x W^T for one weight, `grouped` the same for the experts of an MoE layer. Both read each weight once,
 16 tokens at a time, and are bound by that reading. `vector` is for one token: no tensor cores, many loads in flight.
-FP32 sums. `PDL`: decode.py.
+FP32 sums. `PDL`: decode.py; each lets the next kernel start when the one before has ended, not earlier.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -20,26 +20,33 @@ __all__ = ["grouped", "skinny", "vector"]
 
 @triton.jit
 def vector(
-    x_ptr, w_ptr, y_ptr, n_total, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    x_ptr, w_ptr, y_ptr, n_total,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[N] of one token by plain multiplication. Grid (N / BLOCK_N,). K is known to the compiler, which unrolls the
     loop and has all loads of a thread in flight at once. Weights are not written by the kernel before this one, so the
-    first BLOCK_K of each row (all of them, where it is that large) are on their way before it waits."""
+    first BLOCK_K + TAIL of each row (all of them, where that is K or more) are on their way before it waits."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     there = (row < n_total)[:, None]
-    base = w_ptr + row.to(tl.int64)[:, None] * K + lane[None, :]
-    if PDL:
-        gdc_launch_dependents()
-    w = tl.load(base, mask=there & (lane < K)[None, :], other=0.0)
+    base = w_ptr + row.to(tl.int64)[:, None] * K
+    w = tl.load(base + lane[None, :], mask=there & (lane < K)[None, :], other=0.0)
+    if TAIL > 0:
+        last = BLOCK_K + tl.arange(0, TAIL)
+        w_last = tl.load(base + last[None, :], mask=there & (last < K)[None, :], other=0.0)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     total = w.to(tl.float32) * tl.load(x_ptr + lane, mask=lane < K, other=0.0).to(tl.float32)[None, :]
-    for start in tl.static_range(BLOCK_K, K, BLOCK_K):
+    for start in tl.static_range(BLOCK_K + TAIL, K, BLOCK_K):
         k = start + lane
-        w = tl.load(base + start, mask=there & (k < K)[None, :], other=0.0)
+        w = tl.load(base + k[None, :], mask=there & (k < K)[None, :], other=0.0)
         total += w.to(tl.float32) * tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row, tl.sum(total, 1).to(y_ptr.dtype.element_ty), mask=row < n_total)
+    y = tl.sum(total, 1)
+    if TAIL > 0:
+        x_last = tl.load(x_ptr + last, mask=last < K, other=0.0).to(tl.float32)
+        y += tl.sum(w_last.to(tl.float32) * x_last[None, :], 1)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < n_total)
 
 
 @triton.jit
@@ -52,8 +59,8 @@ def skinny(
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_K)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(0, k_total, BLOCK_K, num_stages=STAGES):
         k = start + lane
@@ -86,8 +93,8 @@ def grouped(
     slot = tl.arange(0, SLOTS)
     place = tl.arange(0, 16)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     mine = (tl.load(ids_ptr + slot, mask=slot < slots, other=-1) == expert).to(tl.int32)
     rank = tl.cumsum(mine, 0) - 1
     count = tl.sum(mine)

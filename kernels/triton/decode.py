@@ -2,19 +2,23 @@
 
 | kernel        | what it joins                                                                        |
 |---------------|--------------------------------------------------------------------------------------|
-| `add_norm`    | residual + output of the layer before (expert outputs weighted, biases), RMSNorm     |
+| `add_norm`    | residual + output of the layer before (expert outputs weighted, biases), RMSNorm; of  |
+|               | the first layer the embedding's rows                                                  |
 | `choose`      | the same, router logits, top-k with weights, and the sort of slots by expert          |
 | `gate`        | bias, SwiGLU (or gpt-oss's clamped form, rows interleaved)                            |
 | `attend`      | bias, QK-norm, rotary embedding, writing the cache, attention with gpt-oss's sinks   |
+| `largest`     | each stream's next token from its logits, and its position                            |
 
 A transformers layer does the same in some sixty launches of 2 us each, more than its weights take to read. All sums
 are FP32 in a fixed order; inputs and outputs are BF16 (or FP32, as the tensors say). The residual stream is FP32.
 
-`choose` and `attend` spread their work over many programs and finish it in the last of them to arrive, which a counter
-tells (and sets back to zero): the order of arrival decides who adds up, never in which order.
+`choose`, `attend` and `largest` spread their work over many programs and finish it in the last of them to arrive, which
+a counter tells (and sets back to zero): the order of arrival decides who adds up, never in which order.
 
-`PDL`: programmatic dependent launch (SM90 and later): a kernel may take its place while the one before it still runs,
-and waits before it reads what that one wrote. Every kernel here waits before its first such read.
+`PDL`: programmatic dependent launch (SM90 and later): a kernel may take its place while the one before it still runs.
+Each waits for that one and only then lets the next start, so that all but the one before have ended when a kernel
+starts: what those wrote is read before the wait (past the L1 cache, which knows nothing of it). `add_norm` alone lets
+the next start at once, a product that reads nothing but weights before it waits.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -27,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["add_norm", "attend", "choose", "gate"]
+__all__ = ["add_norm", "attend", "choose", "gate", "largest"]
 
 ROUTING_HEADER = tl.constexpr(4)
 """kRoutingHeader; csrc/w4a16_routing.cuh describes the list that `choose` writes."""
@@ -35,45 +39,64 @@ ROUTING_HEADER = tl.constexpr(4)
 
 @triton.jit
 def _enter(PDL: tl.constexpr):
-    """Let the next kernel take its place, then wait for the one before."""
+    """Wait for the kernel before, then let the next one take its place."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
-def _summed(
-    h_ptr, y_ptr, weights_ptr, ids_ptr, bias_ptr, token, column, inside, width,
-    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+def _residual(
+    h_ptr, weights_ptr, ids_ptr, bias_ptr, token, column, inside, width,
+    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One token's residual [width] plus what the layer before gave: the sum over its slots of weight * (y + bias)."""
-    h = tl.load(h_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    """One token's residual [width] and its biases: what does not come from the kernel before."""
+    h = tl.load(h_ptr + token * width + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if BIAS:
         for slot in tl.static_range(SLOTS):
             at = token * SLOTS + slot
-            y = tl.load(y_ptr + at.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
-            if BIAS:
-                row = tl.load(ids_ptr + at).to(tl.int64) if WEIGHTED else 0
-                y += tl.load(bias_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                y *= tl.load(weights_ptr + at)
-            h += y
+            row = tl.load(ids_ptr + at, cache_modifier=".cg").to(tl.int64) if WEIGHTED else 0
+            bias = tl.load(bias_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            h += bias * tl.load(weights_ptr + at, cache_modifier=".cg") if WEIGHTED else bias
+    return h
+
+
+@triton.jit
+def _plus_outputs(
+    h, y_ptr, weights_ptr, token, column, inside, width, SLOTS: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    """h plus what the layer before gave: the sum of weight * y over its slots."""
+    for slot in tl.static_range(SLOTS):
+        at = token * SLOTS + slot
+        y = tl.load(y_ptr + at.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
+        h += y * tl.load(weights_ptr + at, cache_modifier=".cg") if WEIGHTED else y
     return h
 
 
 @triton.jit
 def add_norm(
-    h_ptr, y_ptr, weights_ptr, ids_ptr, bias_ptr, norm_ptr, h_out_ptr, x_ptr, width, eps,
-    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, y_ptr, weights_ptr, ids_ptr, bias_ptr, norm_ptr, rows_ptr, h_out_ptr, x_ptr, width, eps,
+    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h_out = h + y, x = RMSNorm(h_out) * norm. Grid (tokens,)."""
+    """h_out = h + y, x = RMSNorm(h_out) * norm. Grid (tokens,). ROWS: h is the embedding, rows the tokens. Without ADD
+    (and y) h may be of the kernel before."""
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    if PDL:
+        gdc_launch_dependents()
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    _enter(PDL)
-    h = _summed(h_ptr, y_ptr, weights_ptr, ids_ptr, bias_ptr, token, column, inside, width, SLOTS, WEIGHTED, BIAS, ADD)
+    if ADD:
+        h = _residual(h_ptr, weights_ptr, ids_ptr, bias_ptr, token, column, inside, width, SLOTS, WEIGHTED, BIAS)
+        if PDL:
+            gdc_wait()
+        h = _plus_outputs(h, y_ptr, weights_ptr, token, column, inside, width, SLOTS, WEIGHTED)
+    else:
+        if PDL:
+            gdc_wait()
+        row = tl.load(rows_ptr + token) if ROWS else token
+        h = tl.load(h_ptr + row.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(h * h) / width + eps)
     tl.store(h_out_ptr + token * width + column, h, mask=inside)
     tl.store(x_ptr + token * width + column, (h * scale * norm).to(x_ptr.dtype.element_ty), mask=inside)
@@ -95,14 +118,15 @@ def choose(
     routing_ptr, counter_ptr, width, eps, tokens, experts, max_tiles,
     BIAS: tl.constexpr, ROUTER_BIAS: tl.constexpr, NORMALIZE: tl.constexpr, ROUTE: tl.constexpr, TOP_K: tl.constexpr,
     PLACES: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """After attention: h_out, its norm x, and each token's experts. Grid (tokens, experts / ROWS).
 
     Each program computes the norm again (the row is in the cache) and the logits of ROWS experts; the first of a token
-    writes h_out and x, the last of all picks: the TOP_K largest logits of each token, the lower expert first where two
-    are equal (the last expert where all are NaN), weighted by softmax over those, or over all without NORMALIZE. ROUTE:
-    also writes the routing of csrc/w4a16_routing.cuh, TILE tokens a tile. TOKENS, EXPERTS, PLACES: tokens, experts,
+    writes h_out and x, its last (with ROUTE, the last of all) picks: the TOP_K largest logits of each token, the lower
+    expert first where two are equal (NaN last), weighted by softmax over those, or over all without NORMALIZE. ROUTE:
+    also writes the routing of csrc/w4a16_routing.cuh, TILE tokens a tile. RANKED: every expert's rank at once, and not
+    one largest after the other, which is less to compute for many. TOKENS, EXPERTS, PLACES: tokens, experts,
     TOP_K up to powers of two.
     """
     token, part = tl.program_id(0), tl.program_id(1)
@@ -115,21 +139,30 @@ def choose(
         mask=(expert < experts)[:, None] & inside[None, :],
         other=0.0,
     ).to(tl.float32)
+    router_bias = tl.zeros((ROWS,), tl.float32)
+    if ROUTER_BIAS:
+        router_bias = tl.load(router_bias_ptr + expert, mask=expert < experts, other=0.0).to(tl.float32)
+    h = _residual(h_ptr, y_ptr, y_ptr, bias_ptr, token, column, inside, width, 1, False, BIAS)
     _enter(PDL)
-    h = _summed(h_ptr, y_ptr, y_ptr, y_ptr, bias_ptr, token, column, inside, width, 1, False, BIAS, True)
+    h = _plus_outputs(h, y_ptr, y_ptr, token, column, inside, width, 1, False)
     scale = 1.0 / tl.sqrt(tl.sum(h * h) / width + eps)
     x = (h * scale * norm).to(x_ptr.dtype.element_ty)
     if part == 0:
         tl.store(h_out_ptr + token * width + column, h, mask=inside)
         tl.store(x_ptr + token * width + column, x, mask=inside)
-    logits = tl.sum(router * x.to(tl.float32)[None, :], axis=1)
-    if ROUTER_BIAS:
-        logits += tl.load(router_bias_ptr + expert, mask=expert < experts, other=0.0).to(tl.float32)
+    logits = tl.sum(router * x.to(tl.float32)[None, :], axis=1) + router_bias
     tl.store(logits_ptr + token * experts + expert, logits, mask=expert < experts)
-    if _arrived_last(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+    if ROUTE:
+        if _arrived_last(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+            _pick(
+                logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE, ROUTE, TOP_K,
+                PLACES, TOKENS, EXPERTS, TILE, RANKED,
+            )  # fmt: skip
+    elif _arrived_last(counter_ptr + token, tl.num_programs(1)):
+        slot = token * TOP_K
         _pick(
-            logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE, ROUTE, TOP_K, PLACES,
-            TOKENS, EXPERTS, TILE,
+            logits_ptr + token * experts, ids_ptr + slot, weights_ptr + slot, routing_ptr, 1, experts, max_tiles,
+            NORMALIZE, ROUTE, TOP_K, PLACES, 1, EXPERTS, TILE, RANKED,
         )  # fmt: skip
 
 
@@ -137,26 +170,36 @@ def choose(
 def _pick(
     logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE: tl.constexpr,
     ROUTE: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Logits [tokens, experts] -> ids and weights [tokens, TOP_K], and the routing."""
     token, expert, place = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :], tl.arange(0, PLACES)[None, :]
     there = (token < tokens) & (expert < experts)
     left = tl.load(logits_ptr + token * experts + expert, mask=there, other=float("-inf"), cache_modifier=".cg")
     left = tl.where(token < tokens, left, 0.0)  # rows that do not exist: finite, and not stored
-    most = tl.max(left, 1)[:, None]
-    whole = tl.sum(tl.exp(left - most), 1)[:, None]
+    score = tl.where(left >= float("-inf"), left, float("-inf"))  # NaN last
+    most = tl.max(score, 1)[:, None]
     ids = tl.zeros((TOKENS, PLACES), tl.int32)
     values = tl.full((TOKENS, PLACES), float("-inf"), tl.float32)
-    for now in tl.static_range(TOP_K):
-        best = tl.max(left, 1)[:, None]
-        index = tl.min(tl.where(left == best, expert, experts - 1), 1)[:, None]
-        ids = tl.where(place == now, index, ids)
-        values = tl.where(place == now, best, values)
-        left = tl.where(expert == index, float("-inf"), left)
+    if RANKED:  # each expert's rank at once
+        expert_a = tl.arange(0, EXPERTS)[None, :, None]
+        expert_b = tl.arange(0, EXPERTS)[None, None, :]
+        a, b = score[:, :, None], score[:, None, :]
+        rank = tl.sum(((b > a) | ((b == a) & (expert_b < expert_a))).to(tl.int32), 2)
+        here = rank[:, None, :] == tl.arange(0, PLACES)[None, :, None]
+        ids = tl.sum(tl.where(here, expert_b, 0), 2)
+        values = tl.where(place < TOP_K, tl.sum(tl.where(here, left[:, None, :], 0.0), 2), values)
+    else:
+        taken = score > float("inf")
+        for now in tl.static_range(TOP_K):
+            best = tl.max(score, 1)[:, None]
+            index = tl.min(tl.where((score == best) & (taken == 0), expert, EXPERTS), 1)[:, None]
+            taken = taken | (expert == index)
+            ids = tl.where(place == now, index, ids)
+            values = tl.where(place == now, tl.sum(tl.where(expert == index, left, 0.0), 1)[:, None], values)
+            score = tl.where(expert == index, float("-inf"), score)
     weights = tl.exp(values - most)
-    if NORMALIZE:
-        whole = tl.sum(weights, 1)[:, None]
+    whole = tl.sum(weights if NORMALIZE else tl.exp(left - most), 1)[:, None]
     live = (token < tokens) & (place < TOP_K)
     tl.store(ids_ptr + token * TOP_K + place, ids, mask=live)
     tl.store(weights_ptr + token * TOP_K + place, weights / whole, mask=live)
@@ -177,12 +220,14 @@ def _route(
     token, slot = entry // PLACES, entry // PLACES * TOP_K + entry % PLACES
     same = key[None, :] == key[:, None]
     earlier = same & (entry[None, :] < entry[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)
-    position = rank + tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
+    counts = tl.where(key[None, :] < key[:, None], 1 << 20, tl.where(same, 1, 0) + tl.where(earlier, 1 << 10, 0))
+    three = tl.sum(counts, 1)  # slots of experts before, of this one before, and of this one: fewer than 1024 each
+    rank = (three >> 10) & 1023
+    position = rank + (three >> 20)
     first = live & (rank % TILE == 0)
     before = tl.where(first, position, COUNT)
     tile = tl.sum((before[None, :] < position[:, None]).to(tl.int32), 1)
-    count = tl.minimum(tl.sum(same.to(tl.int32), 1) - rank, TILE)
+    count = tl.minimum((three & 1023) - rank, TILE)
     at = routing_ptr + ROUTING_HEADER + 4 * tile
     tl.store(at, key, mask=first)
     tl.store(at + 1, position, mask=first)
@@ -212,16 +257,18 @@ def _gate_up(row_ptr, width, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def gate(
     both_ptr, ids_ptr, bias_ptr, out_ptr, width, limit, alpha,
-    BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, EXPERTS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """act(gate) * up of rows [2 * width] -> [width]. CLAMPED: gpt-oss's form. Grid (slots, width / BLOCK)."""
+    """act(gate) * up of rows [2 * width] -> [width]. EXPERTS: ids say which bias. CLAMPED: gpt-oss's form. Grid (slots,
+    width / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     _enter(PDL)
     gated, up = _gate_up(both_ptr + row * 2 * width, width, INTERLEAVED, BLOCK)
     if BIAS:
-        expert = tl.load(ids_ptr + row).to(tl.int64)
+        expert = tl.load(ids_ptr + row).to(tl.int64) if EXPERTS else 0
         gate_bias, up_bias = _gate_up(bias_ptr + expert * 2 * width, width, INTERLEAVED, BLOCK)
         gated += gate_bias
         up += up_bias
@@ -265,8 +312,6 @@ def attend(
     lane = tl.arange(0, HALF)
     wide = tl.arange(0, D)
     member = tl.arange(0, GROUP)
-    if PDL:
-        gdc_launch_dependents()
     position = tl.load(position_ptr + token)
     first = tl.maximum(0, position - window + 1) if window > 0 else 0
     each = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
@@ -280,8 +325,7 @@ def attend(
     k1 = tl.load(k_cache_ptr + k_row, mask=(key < end)[:, None], other=0.0)
     k2 = tl.load(k_cache_ptr + k_row + HALF, mask=(key < end)[:, None], other=0.0)
     v = tl.load(v_cache_ptr + cache + key[:, None] * D + wide[None, :], mask=(key < end)[:, None], other=0.0)
-    if PDL:
-        gdc_wait()
+    _enter(PDL)
 
     row = token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D
     head = kv_head * PER + member
@@ -398,3 +442,30 @@ def _finish(
         total = total * tl.exp(most - best) + tl.exp(sink - best)
     to = out_ptr + (token * HEADS + head).to(tl.int64)[:, None] * D + wide[None, :]
     tl.store(to, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def largest(
+    logits_ptr, tokens_ptr, position_ptr, value_ptr, index_ptr, counter_ptr, vocabulary,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """tokens = the index of each stream's largest logit (the lowest of equal ones), positions + 1. Grid (C, PARTS).
+
+    A part is BLOCK logits; value and index [C, PARTS] are what the last program of a stream chooses from.
+    """
+    stream, part = tl.program_id(0), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    _enter(PDL)
+    row = logits_ptr + stream.to(tl.int64) * vocabulary
+    logits = tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+    best = tl.max(logits, 0)
+    tl.store(value_ptr + stream * PARTS + part, best)
+    tl.store(index_ptr + stream * PARTS + part, tl.min(tl.where(logits == best, at, vocabulary - 1), 0))
+    if _arrived_last(counter_ptr + stream, PARTS):
+        each = stream * PARTS + tl.arange(0, PARTS)
+        values = tl.load(value_ptr + each, cache_modifier=".cg")
+        index = tl.load(index_ptr + each, cache_modifier=".cg")
+        chosen = tl.min(tl.where(values == tl.max(values, 0), index, vocabulary - 1), 0)
+        chosen = tl.minimum(chosen, vocabulary - 1)
+        tl.store(tokens_ptr + stream, chosen.to(tokens_ptr.dtype.element_ty))
+        tl.store(position_ptr + stream, tl.load(position_ptr + stream) + 1)

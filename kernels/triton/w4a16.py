@@ -44,7 +44,7 @@ def _e2m1(code):
 
 
 @triton.jit
-def _e4m3(byte):
+def e4m3(byte):
     """An E4M3 byte (int32) -> float32; 0x7F and 0xFF are NaN."""
     exponent = (byte >> 3) & 15
     mantissa = byte & 7
@@ -55,7 +55,7 @@ def _e4m3(byte):
 
 
 @triton.jit
-def _e8m0(byte):
+def e8m0(byte):
     """An E8M0 byte (int32) -> float32; 0 is 2^-127, 255 is NaN."""
     bits = tl.where(byte == 0, 0x00400000, byte << 23)
     value = bits.to(tl.float32, bitcast=True)
@@ -78,7 +78,7 @@ def _products(
         byte = tl.load(codes_ptr + row_base * half_k + pairs[None, :], mask=inside, other=0).to(tl.int32)
         at = row_base * groups + (pairs * 2 // GROUP)[None, :]
         raw = tl.load(scales_ptr + at, mask=inside, other=0).to(tl.int32)
-        scale = _e4m3(raw) if NVFP4 else _e8m0(raw)
+        scale = e4m3(raw) if NVFP4 else e8m0(raw)
         even = (_e2m1(byte & 15) * scale).to(tl.bfloat16).to(OPERAND)
         odd = (_e2m1(byte >> 4) * scale).to(tl.bfloat16).to(OPERAND)
         x_at = x_ptr + x_rows.to(tl.int64)[:, None] * k_total + 2 * pairs[None, :]

@@ -69,6 +69,30 @@ def test_a_tied_head_is_the_embedding(golden):
     assert decoder.head.plain is decoder.embedding
 
 
+def test_biases_of_a_dense_mlp_are_added(golden):
+    folder = golden("_src_llama_bf16")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mlp_bias": True}))
+    tensors = load_file(folder / "model.safetensors")
+    made = torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if ".mlp." in name]:
+        rows = tensors[name].shape[0]
+        tensors[name.replace(".weight", ".bias")] = torch.randn(rows, generator=made).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder = load_decoder(folder, device="cpu", positions=16)
+    ids = torch.arange(3, 12)
+    with torch.inference_mode():
+        expected = load_model(folder).model(input_ids=ids[None], use_cache=False).logits[0, -1]
+        ours = prefill(decoder, Cache.empty(decoder, 1, 16), torch.tensor([0]), ids, PlainGlue(), Products(decoder))
+    assert float((ours - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    biases = sum(layer.mlp.gate_up_bias.numel() + layer.mlp.down_bias.numel() for layer in decoder.layers)
+    assert biases == sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(".bias"))
+    del tensors["model.layers.0.mlp.up_proj.bias"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailableError, match="some have a bias and some none"):
+        load_decoder(folder, device="cpu")
+
+
 def test_lossless_checkpoints_decode_the_same_tokens_and_pass(golden):
     seen = []
     result = check_speed(

@@ -36,7 +36,7 @@ from requant.validate.decode_profile import breakdown, profile_step
 from requant.validate.decode_reference import BOUND, Deviation, check_prefill, check_step
 from requant.validate.results import JSON, Finding
 
-__all__ = ["Measured", "measure_model", "step_bytes"]
+__all__ = ["Bench", "Measured", "measure_model", "step_bytes"]
 
 _CHECKED: Final = 16
 """Greedy tokens of graph and eager steps that are compared."""
@@ -87,7 +87,7 @@ def measure_model(
     loaded, is kept in `missing`, beside what was measured before.
     """
     measured = Measured()
-    bench = _Bench(gate, read_gbps, device, progress, measured)
+    bench = Bench(gate, read_gbps, device, progress, measured)
     bench.converted(output)
     if "converted" in measured.missing:
         pass
@@ -101,7 +101,9 @@ def measure_model(
     return measured
 
 
-class _Bench:
+class Bench:
+    """The runs of one gate. capacity: tokens that a stream's cache must hold."""
+
     def __init__(
         self,
         gate: SpeedGate,
@@ -166,11 +168,11 @@ class _Bench:
                 name, "the keys and values of a prefill", check_prefill(decoder, prompt, products)
             )
         for streams, requests in zip(self._gate.concurrency, self._gate.requests, strict=True):
-            points.append(self._fitting(name, decoder, streams, requests, products))
+            points.append(self.point(name, decoder, streams, requests, products))
             shown["points"] = list[JSON](points)
         shown["products"] = dict[str, JSON](products.chosen)
 
-    def _fitting(self, name: str, decoder: Decoder, streams: int, requests: int, products: Products) -> Point:
+    def point(self, name: str, decoder: Decoder, streams: int, requests: int, products: Products) -> Point:
         """At this concurrency, or where memory does not suffice at the largest half of it that fits."""
         batch = streams
         while True:
@@ -191,6 +193,7 @@ class _Bench:
             checked_point: Point = {"of_reference": self._judged(name, f"the logits of {batch} streams' step", found)}
         with self.timing("capture"):
             engine = Engine(decoder, batch, self.capacity, products)
+            engine.tune()
             engine.capture(gate.prompt_tokens)
         count = _waves(requests, batch)
         prompts = _prompts(decoder, batch, gate.prompt_tokens, count + 1)

@@ -22,7 +22,7 @@ from requant.kernels import gpu_quantize
 from requant.kernels.cuda_build import architecture
 from requant.validate.roofline import Ceilings
 
-__all__ = ["copies_past_l2", "measure_ceilings", "past_l2", "timed"]
+__all__ = ["copies_past_l2", "measure_bandwidth", "measure_ceilings", "past_l2", "timed"]
 
 _DEVICE: Final = "cuda"
 _REPLAYS: Final = 9
@@ -87,7 +87,7 @@ def timed(
 
 def measure_ceilings() -> Ceilings:
     """Read, copy and BF16 matmul rates of this card, now."""
-    read, copy = _bandwidth()
+    read, copy = measure_bandwidth()
     a = torch.randn((_PEAK_SIZE, _PEAK_SIZE), device=_DEVICE).bfloat16()
     b = torch.randn((_PEAK_SIZE, _PEAK_SIZE), device=_DEVICE).bfloat16()
     y = torch.empty_like(a)
@@ -95,7 +95,7 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(read, copy, 2 * _PEAK_SIZE**3 / peak_us / 1e6)
 
 
-def _bandwidth() -> tuple[float, float]:
+def measure_bandwidth() -> tuple[float, float]:
     """GB/s read, and read plus written by a copy."""
     library = gpu_quantize.load_library(architecture(torch.cuda.get_device_capability()))
     source = torch.randint(0, 1 << 30, (_BUFFER // 4,), dtype=torch.int32, device=_DEVICE)

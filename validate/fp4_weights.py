@@ -16,11 +16,21 @@ import numpy as np
 from requant.kernels.formats import NumberFormat, PackedTensor
 from requant.validate.modules import Kind, Module, expert_of, modules_of
 from requant.validate.numerics_read import MappedReader
-from requant.validate.opened import OpenedFolder
+from requant.validate.opened import OpenedFolder, Tensor
 from requant.validate.output_view import config_int
 from requant.validate.pairing import UnreadableError, Weight, weight_of
 
-__all__ = ["Layer", "NamedWeight", "Shape", "layers_of", "packed_weights", "read_joined", "read_packed", "shapes_of"]
+__all__ = [
+    "Layer",
+    "NamedWeight",
+    "Shape",
+    "layers_of",
+    "packed_weights",
+    "read_input_scale",
+    "read_joined",
+    "read_packed",
+    "shapes_of",
+]
 
 _FUSED: Final = (
     (re.compile(r"(?<=\.)[qkv]_proj$"), ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -33,10 +43,11 @@ _TOP_K: Final = ("num_experts_per_tok", "experts_per_token", "num_experts_per_to
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """One FP4 matrix. name: its module, with [expert] where a module is a stack."""
+    """One FP4 matrix. name: its module, with [expert] where a module is a stack. input_scale: of its activations."""
 
     name: str
     weight: Weight
+    input_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,15 @@ def read_packed(reader: MappedReader, weight: Weight) -> PackedTensor:
         stored = np.float32(reader.scalar(weight.global_scale))
         scale = np.float32(1) / stored if weight.reciprocal else stored
     return PackedTensor(weight.format, np.array(codes), np.array(scales), scale)
+
+
+def read_input_scale(reader: MappedReader, named: NamedWeight) -> float | None:
+    """The static global scale of activations as a multiplier; None where there is none that is one F32 number."""
+    tensor = named.input_scale
+    if tensor is None or tensor.dtype != "F32" or tensor.shape not in ((), (1,)):
+        return None
+    value = np.float32(reader.scalar(tensor))
+    return float(np.float32(1) / value if tensor.name.endswith("input_global_scale") else value)
 
 
 def read_joined(reader: MappedReader, layer: Layer, expert: int) -> PackedTensor:
@@ -141,8 +161,8 @@ def _matrices(module: Module) -> Iterator[NamedWeight]:
     experts = weight.shape[0] if module.stacked and weight is not None else 0
     try:
         if not experts:
-            yield NamedWeight(module.name, weight_of(module, None))
+            yield NamedWeight(module.name, weight_of(module, None), module.input_scale)
         for expert in range(experts):
-            yield NamedWeight(f"{module.name}[{expert}]", weight_of(module, expert))
+            yield NamedWeight(f"{module.name}[{expert}]", weight_of(module, expert), module.input_scale)
     except UnreadableError:
         return

@@ -3,7 +3,8 @@ the edge of every window.
 
 `random` is normal, `wide` has exponents over 2^20 and outlier channels 64 times the rest, `captured` comes from a file
 of real activations; `edges` is `random` again, on a weight of the matrix's own codes whose block scales stand where
-kernels begin to flush, clamp and overflow.
+kernels begin to flush, clamp and overflow. (`static` is `random` under the checkpoint's own input_scale, for paths that
+round activations; `experts` goes through the grouped kernels.)
 """
 
 from __future__ import annotations

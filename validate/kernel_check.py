@@ -33,6 +33,7 @@ from requant.validate.fp4_weights import (
     NamedWeight,
     layers_of,
     packed_weights,
+    read_input_scale,
     read_joined,
     read_packed,
     shapes_of,
@@ -113,7 +114,9 @@ def check_kernels(
     captured = Captured(activations)
     for index, named in enumerate(sample):
         weight = read_packed(reader, named.weight)
-        _check_one(named.name, index, weight, wanted, captured, seen, found, np.random.default_rng([seed, index]))
+        scale = read_input_scale(reader, named)
+        rng = np.random.default_rng([seed, index])
+        _check_one(named.name, index, weight, scale, wanted, captured, seen, found, rng)
         if progress is not None:
             progress(index + 1, steps)
     for index, layer in enumerate(grouped, len(sample)):
@@ -178,6 +181,7 @@ def _check_one(
     name: str,
     index: int,
     weight: PackedTensor,
+    input_scale: float | None,
     wanted: Sequence[Path],
     captured: Captured,
     seen: _Found,
@@ -197,9 +201,12 @@ def _check_one(
         subjects.append(Dense("captured", real, held))
     _marlin(weight, held.numbers(), x, seen)
     subjects.append(Dense("edges", x, Held(edge_weight(weight))))
+    few = index < _EMULATED and tokens <= _EMULATED_TOKENS
+    ours = [path for path in wanted if few or path is not Path.W4A4_EMULATED]
     for subject in subjects:
-        few = index < _EMULATED and tokens <= _EMULATED_TOKENS
-        _check(name, subject, [p for p in wanted if few or p is not Path.W4A4_EMULATED], seen, found)
+        _check(name, subject, ours, seen, found)
+    if input_scale is not None and weight.format is NumberFormat.NVFP4:  # as a server of W4A4 rounds activations
+        _check(name, Dense("static", x, held, input_scale), [p for p in ours if p.rounds_activations], seen, found)
 
 
 def _check_experts(

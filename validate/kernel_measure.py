@@ -61,12 +61,14 @@ class Held:
 
 
 class Subject(ABC):
-    """Activations [M, K] and what they are multiplied by. name: of the activations."""
+    """Activations [M, K] and what they are multiplied by. name: of the activations. input_scale: their static global
+    scale, for paths that round them."""
 
-    def __init__(self, name: str, x: X, packed: PackedTensor) -> None:
+    def __init__(self, name: str, x: X, packed: PackedTensor, input_scale: float | None = None) -> None:
         self.name = name
         self.x = x
         self.packed = packed
+        self.input_scale = input_scale
         self._made: dict[str, tuple[Floats, Floats]] = {}
 
     def measure(self, path: Path) -> Measured | None:
@@ -85,7 +87,8 @@ class Subject(ABC):
         if rounding not in self._made:
             x = self.x.astype(np.float64)
             if rounding:
-                x = round_activations(self.x, self.packed.format, granularity=rounding)
+                scale = self.input_scale
+                x = round_activations(self.x, self.packed.format, input_scale=scale, granularity=rounding)
             self._made[rounding] = self._exact(x)
         return self._made[rounding]
 
@@ -100,18 +103,18 @@ class Subject(ABC):
 class Dense(Subject):
     """x times one matrix."""
 
-    def __init__(self, name: str, x: X, weight: Held) -> None:
-        super().__init__(name, x, weight.packed)
+    def __init__(self, name: str, x: X, weight: Held, input_scale: float | None = None) -> None:
+        super().__init__(name, x, weight.packed, input_scale)
         self._weight = weight
 
     def _multiply(self, path: Path) -> tuple[Floats, str]:
         if not path.on_gpu:
-            y, choice = matmul(self.x, self._weight.packed, path)
+            y, choice = matmul(self.x, self._weight.packed, path, input_scale=self.input_scale)
             return y.astype(np.float64), choice.chip
         import torch
 
         on_gpu = torch.as_tensor(self.x).to(torch.bfloat16).cuda()
-        result, choice = matmul(on_gpu, self._weight.on_gpu(), path)
+        result, choice = matmul(on_gpu, self._weight.on_gpu(), path, input_scale=self.input_scale)
         return result.double().cpu().numpy(), choice.chip
 
     def _exact(self, x: Floats) -> tuple[Floats, Floats]:

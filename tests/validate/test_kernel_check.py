@@ -112,7 +112,7 @@ def test_a_folder_without_fp4_is_not_run():
 def wrong_kernel(monkeypatch, spoil):
     right = kernel_measure.matmul
 
-    def matmul(x, w, path):
+    def matmul(x, w, path, input_scale=None):
         y, choice = right(x, w, path)
         return type(right(x, w, path))(spoil(y), choice)
 
@@ -231,10 +231,12 @@ def test_captured_activations_are_used_where_there_are_any(tmp_path):
 @pytest.mark.parametrize("other", [False, True])
 def test_a_path_with_fp4_activations_is_judged_by_what_it_multiplies(monkeypatch, path, other):
     """Played by the oracle: under its own global scales it passes, under another path's it is beyond the bound."""
+    scales = set()
     granularity = path.granularity if not other else {"token": "tensor", "tensor": "token"}[path.granularity]
 
-    def matmul(x, w, asked):
-        y = reference_w4a4.matmul(x.float().numpy(), w, granularity=granularity)
+    def matmul(x, w, asked, input_scale=None):
+        scales.add(input_scale)
+        y = reference_w4a4.matmul(x.float().numpy(), w, input_scale=input_scale, granularity=granularity)
         return Product(torch.from_numpy(y), dispatch.Choice(asked, asked.kernel, "Card", ""))
 
     runs = availability.Availability(availability.State.RUNS, "pretended")
@@ -249,6 +251,24 @@ def test_a_path_with_fp4_activations_is_judged_by_what_it_multiplies(monkeypatch
     else:
         assert result.data["worst"][path.value] < 1e-9
         assert 0.01 < max(row["rounding_error"] for row in rows(result)) < 1
+        assert [row["activations"] for row in rows(result)] == ["random", "wide", "edges", "static"] * 4
+        assert len(scales) == 5, "none, and the static one of each of the four"
+
+
+def test_the_static_scale_of_activations_is_the_checkpoints(tmp_path):
+    from requant.validate.fp4_weights import packed_weights, read_input_scale
+    from requant.validate.numerics_read import MappedReader
+    from requant.validate.opened import open_folder
+
+    def scale_of(folder):
+        opened = open_folder(folder, kernel_check.Collector())
+        named = {n.name: n for n in packed_weights(opened)}
+        return read_input_scale(MappedReader(opened), named[UP])
+
+    assert scale_of(LLAMA) == load_file(LLAMA / "model.safetensors")[f"{UP}.input_scale"].item()
+    assert scale_of(GOLDENS / "llama_w4a16_nvfp4") is None
+    folder = altered(tmp_path / "out", LLAMA, lambda t: t.update({f"{UP}.input_scale": torch.tensor([1.0, 2.0])}))
+    assert scale_of(folder) is None
 
 
 def test_the_report_names_paths_kernels_and_reasons():

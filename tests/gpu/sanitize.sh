@@ -31,7 +31,7 @@ fi
 # Triton compiles before, not under the tool, and in several processes at a time.
 compiled() { timeout 120 python3 -P "$1" cuda "$2" >"$logs/$(basename "$1" .py)-$2.txt" 2>&1; }
 for part in dense grouped broken; do compiled tests/kernels/w4a16_triton_program.py $part & done
-for part in norms gates attention products; do compiled tests/validate/decode_fused_program.py $part & done
+for part in norms picks gates attention prompts decoded products; do compiled tests/validate/decode_fused_program.py $part & done
 wait
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # each tensor an allocation of its own: torch's cache would hide what lies beyond it

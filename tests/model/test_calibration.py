@@ -52,7 +52,7 @@ def inputs_by_hand(folder, text, samples=6):
             )
     with torch.inference_mode():
         out = model(input_ids=ids, use_cache=True)
-    return seen, out.cache
+    return seen, out.cache if "cache" in out else out.past_key_values  # transformers before 5.24
 
 
 def test_amax_moments_and_hessians_are_those_of_the_whole_model(golden, text):

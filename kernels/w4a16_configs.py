@@ -1,17 +1,19 @@
 """Which configuration W4A16 runs: a table of measured winners, and a rule for every other shape.
 
 A configuration divides the work; it never changes which bytes are read, and the kernel is right under any of them. The
-table was measured on an H200 by tests/gpu/w4a16_sweep.py (docs/kernels-w4a16.md). The rule is for any card: as many
+table (w4a16_h200.py) was measured on an H200. The rule is for any card: as many
 blocks as row groups, K split among warps first, and never more shared memory than a block may have.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from requant.kernels import w4a16_wgmma_configs as wgmma
 from requant.kernels.formats import NumberFormat
+from requant.kernels.w4a16_division import Config
+from requant.kernels.w4a16_h200 import H200_DENSE
 
 __all__ = ["MAX_TOKENS", "WIDTHS", "Config", "alignment", "choose", "choose_grouped", "shared_bytes", "width_for"]
 
@@ -21,6 +23,8 @@ TILE_ROWS: Final = 16
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Token widths that are compiled in; M is rounded up to one."""
 MAX_TOKENS: Final = WIDTHS[-1]
+DENSE_WIDTH: Final = 8
+"""kDenseTokens of csrc/w4a16_types.cuh: dense layers up to this width run csrc/w4a16_dense.cuh."""
 GROUPED_WIDTH: Final = 16
 """kGroupedTileTokens of csrc/w4a16_types.cuh."""
 STREAM_TOKENS: Final = 4
@@ -32,33 +36,8 @@ SCALE16, SCALE8, SCALE4, GENERAL = range(4)
 LONG_ROWS: Final = 1024
 """Rows for each multiprocessor from which on one block stays on each and walks them: an output head. 201088 x 2880 on
 an H200: 97 us at M = 1 and 117 at M = 8, where blocks that come and go took 147 and 245."""
-DEPTH: Final = 3
-"""Ring stages of the variants that exist for every width, format and alignment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """How one launch divides the work.
-
-    row_tiles, depth: the compiled variant (16-row tiles per warp, ring stages). column_warps x row_warps warps to
-    a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
-    at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: 0 is csrc/w4a16_core.cuh; 1 (grouped
-    only) csrc/w4a16_stream.cuh: row_warps warps, one block to a multiprocessor; 2 (grouped, K of SPLITS)
-    csrc/w4a16_split.cuh: column_warps warps that share each tile's K.
-    """
-
-    column_warps: int
-    row_warps: int
-    blocks: int
-    cluster: int = 1
-    x_stages: int = 0
-    row_tiles: int = 1
-    depth: int = DEPTH
-    stream: int = 0
-
-    def launch_fields(self) -> dict[str, int]:
-        """Fields of RequantCall (csrc/w4a16.cu)."""
-        return asdict(self)
+MAX_BLOCKS: Final = 65535
+"""Of a grid's y: with more row groups than that, blocks take several in turn."""
 
 
 def alignment(fmt: NumberFormat, k: int) -> int:
@@ -89,6 +68,8 @@ def shared_bytes(fmt: NumberFormat, k: int, width: int, config: Config, *, group
     scales = STAGE_K // fmt.group + (4 if alignment(fmt, k) == GENERAL else 0)
     slot = _up(rows * (STAGE_K // 2 + scales), 128)
     warps = config.column_warps * config.row_warps
+    if width <= DENSE_WIDTH and not grouped:
+        return warps * config.depth * slot + _dense_tail_bytes(k, width, config)
     most = _ceil(_ceil(_ceil(k, STAGE_K), config.cluster), config.column_warps)
     stages = config.x_stages if 0 < config.x_stages < most else most
     x_one = config.column_warps * STAGE_K * 2
@@ -98,6 +79,18 @@ def shared_bytes(fmt: NumberFormat, k: int, width: int, config: Config, *, group
     start = _up(warps * config.depth * slot, 128)
     end = start + (max(x, sums) if shares_space else x + sums) + 2 * config.column_warps * MAX_TOKENS * 4
     return _up(end, 16) + 1024
+
+
+def _dense_tail_bytes(k: int, width: int, config: Config) -> int:
+    """What csrc/w4a16_dense.cuh has behind the ring: x, zeros, scales of x, the warps' sums, barriers, others' sums."""
+    share, chunk = _ceil(_ceil(k, STAGE_K), config.cluster), config.x_stages * config.column_warps
+    stages = chunk if 0 < chunk < share else share
+    rows = config.row_warps * config.row_tiles * TILE_ROWS
+    x, restore = stages * width * STAGE_K * 2, _up(stages * width * 4, 16)
+    sums = config.column_warps * width * (rows + 4) * 4
+    others = config.cluster * _ceil(width, config.cluster) * rows * 4 if config.cluster > 1 else 0
+    barriers = _up((config.column_warps * config.row_warps * config.depth + 1) * 8, 16)
+    return x + 1024 + restore + sums + barriers + others
 
 
 def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
@@ -130,7 +123,7 @@ def choose(
     fmt: NumberFormat, tokens: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
 ) -> Config | wgmma.WgmmaConfig:
     """The configuration for a dense layer with `tokens` <= 64 tokens, and with its type the kernel."""
-    if wgmma.applies(fmt, tokens, k, capability):
+    if wgmma.applies(fmt, tokens, k, capability) and n <= wgmma.MAX_ROWS:
         return wgmma.choose(fmt, tokens, n, k, processors=processors)
     width = width_for(tokens)
     if fmt is NumberFormat.NVFP4 and capability == (9, 0):
@@ -149,6 +142,9 @@ def choose(
                 if column_warps * cluster > stages and (column_warps, row_warps) != splits[-1]:
                     continue
                 blocks = row_groups(n, TILE_ROWS * row_warps)
+                if blocks > MAX_BLOCKS and cluster > 1:
+                    continue  # a cluster's blocks do one row group each
+                blocks = min(blocks, MAX_BLOCKS)
                 config = Config(column_warps, row_warps, blocks, cluster, x_stages)
                 if shared_bytes(fmt, k, width, config) <= limit:
                     return config
@@ -230,53 +226,3 @@ def _choose_blocks(
         if shared_bytes(fmt, k, GROUPED_WIDTH, config, grouped=True) <= limit:
             return config
     raise ValueError(f"no configuration of {limit} bytes of shared memory for N={n}, K={k}")
-
-
-H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
-    (4096, 4096): {
-        1: Config(4, 2, 128, depth=6),
-        2: Config(4, 2, 128, depth=6),
-        4: Config(8, 2, 128, depth=4),
-        8: Config(4, 4, 64, cluster=2),
-        16: Config(4, 4, 64, cluster=2),
-        32: Config(2, 4, 64, cluster=2),
-        64: Config(2, 4, 64, cluster=2, x_stages=2),
-    },
-    (7168, 2048): {
-        1: Config(2, 4, 112, depth=6),
-        2: Config(1, 7, 64, cluster=2, depth=6),
-        4: Config(2, 4, 112, depth=4),
-        8: Config(4, 4, 112),
-        16: Config(4, 4, 112, depth=4),
-        32: Config(2, 7, 64, cluster=2),
-        64: Config(1, 8, 28, cluster=4, row_tiles=2),
-    },
-    (5120, 2944): {
-        1: Config(4, 3, 107, depth=6),
-        2: Config(4, 3, 107, depth=6),
-        4: Config(4, 3, 107, depth=4),
-        8: Config(3, 5, 64, cluster=2, depth=4),
-        16: Config(3, 5, 64, cluster=2, depth=4),
-        32: Config(2, 5, 64, cluster=2),
-        64: Config(1, 6, 27, cluster=4, row_tiles=2),
-    },
-    (12288, 4096): {
-        1: Config(2, 6, 128),
-        2: Config(2, 6, 128),
-        4: Config(2, 6, 128, depth=4),
-        8: Config(2, 6, 128, depth=4),
-        16: Config(2, 6, 128),
-        32: Config(1, 6, 64, cluster=2, row_tiles=2),
-        64: Config(1, 6, 64, cluster=2, x_stages=2, row_tiles=2),
-    },
-    (8192, 8192): {
-        1: Config(3, 4, 128),
-        2: Config(3, 4, 128),
-        4: Config(2, 8, 64, cluster=2),
-        8: Config(2, 8, 64, cluster=2),
-        16: Config(1, 8, 64, cluster=2, depth=4),
-        32: Config(2, 8, 64, cluster=2, x_stages=2),
-        64: Config(1, 8, 64, cluster=2, x_stages=4),
-    },
-}
-"""(N, K) -> width -> the fastest of tests/gpu/w4a16_sweep.py on an H200."""

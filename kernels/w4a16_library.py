@@ -39,6 +39,9 @@ SOURCES: Final = Path(__file__).parent / "csrc"
 SOURCE_FILES: Final = (
     "w4a16.cu",
     "w4a16_core.cuh",
+    "w4a16_dense.cuh",
+    "w4a16_dense_weights.cuh",
+    "w4a16_dense_x.cuh",
     "w4a16_types.cuh",
     "w4a16_ring.cuh",
     "w4a16_x.cuh",

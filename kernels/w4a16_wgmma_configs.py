@@ -33,6 +33,10 @@ MAX_DEPTH: Final = 8
 """kWgMaxDepth: stages of a ring."""
 SUMS_PITCH: Final = 68
 """kSumsPitch: floats from token to token where sums meet."""
+MAX_BLOCKS: Final = 65535
+"""Of a grid's y."""
+MAX_ROWS: Final = MAX_BLOCKS * TILE_ROWS * MAX_GROUPS
+"""Most rows of a layer: every warpgroup has one tile."""
 SHARED_LIMIT: Final = 227 * 1024
 """Most shared memory of an SM90 block."""
 
@@ -139,6 +143,8 @@ def _candidates(fmt: NumberFormat, width: int, n: int, k: int) -> Iterator[Wgmma
         if row_groups * k_groups > MAX_GROUPS or participants > min(stages, 16):
             continue
         most, blocks = _ceil(stages, participants), _ceil(n, TILE_ROWS * row_groups)
+        if blocks > MAX_BLOCKS:
+            continue
         for share in (1, 2, 3):
             for depth, x_depth in product(range(min(MAX_DEPTH, most), 0, -1), (4, 3, 2)):
                 config = WgmmaConfig(row_groups, k_groups, blocks, cluster, depth, x_depth)

@@ -92,6 +92,13 @@ __device__ __forceinline__ void store_to_cluster(uint32_t address, float value) 
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+// The same, and `barrier` of that block counts the four bytes as arrived: no fence, no barrier of the cluster.
+__device__ __forceinline__ void store_and_count(uint32_t address, uint32_t barrier, float value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+
 // Registers written before are operands of the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -55,6 +55,19 @@ __device__ __forceinline__ void named_wait(int number, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// 16 bytes of global memory, or zeros.
+__device__ __forceinline__ uint4 load_or_zero(const void* from, bool present) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred present;\nsetp.ne.b32 present, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@present ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(from), "r"(static_cast<int>(present))
+      : "memory");
+  return v;
+}
+
 // Shared memory by its 32-bit address.
 __device__ __forceinline__ uint4 load_piece(uint32_t address) {
   uint4 v;
@@ -92,6 +105,12 @@ __device__ __forceinline__ T opaque(T value) {
   return value;
 }
 
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // prmt with all four selector bits: bit 3 of a selector repeats the sign of its byte (__byte_perm ignores it).
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selectors) {
   uint32_t d;
@@ -121,6 +140,13 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// The same where nothing that was written before has to be seen by the others.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "w4a16_core.cuh"
+#include "w4a16_dense.cuh"
 #include "w4a16_routing.cuh"
 #include "w4a16_split_launch.cuh"
 #include "w4a16_stream_launch.cuh"
@@ -45,22 +46,26 @@ struct Variant {
   int depth;      // ring stages
   int threads;    // most threads per block
   int slot_bytes;
-  void (*kernel)(Params);
+  const void* kernel;
 };
 
 template <Format FORMAT, Alignment ALIGNMENT, int TOKENS, int ROW_TILES, int DEPTH, int THREADS, int BLOCKS>
-constexpr Variant variant() {
-  return {FORMAT,  ALIGNMENT, TOKENS, ROW_TILES, DEPTH, THREADS, Ring<FORMAT, ROW_TILES, DEPTH, ALIGNMENT>::kSlotBytes,
-          w4a16_kernel<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, THREADS, BLOCKS>};
+Variant variant() {
+  Variant v = {FORMAT,  ALIGNMENT, TOKENS, ROW_TILES, DEPTH, THREADS, Ring<FORMAT, ROW_TILES, DEPTH, ALIGNMENT>::kSlotBytes,
+               nullptr};
+  if constexpr (TOKENS > 0 && TOKENS <= kDenseTokens) {
+    v.kernel = reinterpret_cast<const void*>(w4a16_dense_kernel<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, THREADS, BLOCKS>);
+  } else {
+    v.kernel = reinterpret_cast<const void*>(w4a16_kernel<FORMAT, TOKENS, ROW_TILES, DEPTH, ALIGNMENT, THREADS, BLOCKS>);
+  }
+  return v;
 }
 
-// What the H200's table (kernels/w4a16_configs.py) asks for beyond WIDTHS: a deeper ring for few tokens, two row tiles
-// per warp for many.
-#define TUNED(ALIGNMENT)                                                                                    \
-  variant<Format::kNvfp4, ALIGNMENT, 1, 1, 6, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 2, 1, 6, 512, 1>(),       \
-      variant<Format::kNvfp4, ALIGNMENT, 4, 1, 4, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 8, 1, 4, 512, 1>(),   \
-      variant<Format::kNvfp4, ALIGNMENT, 16, 1, 4, 512, 1>(), variant<Format::kNvfp4, ALIGNMENT, 32, 2, 3, 256, 1>(), \
-      variant<Format::kNvfp4, ALIGNMENT, 64, 2, 3, 256, 1>()
+// What the H200's table (kernels/w4a16_h200.py) asks for beyond WIDTHS: one token in so few registers that two launches'
+// blocks of 12 warps fit a multiprocessor, and a deeper ring.
+#define TUNED(ALIGNMENT)                                                                                         \
+  variant<Format::kNvfp4, ALIGNMENT, 1, 1, 3, 384, 2>(), variant<Format::kNvfp4, ALIGNMENT, 1, 1, 4, 512, 1>(), \
+      variant<Format::kNvfp4, ALIGNMENT, 2, 1, 4, 512, 1>()
 
 #define WIDTHS(FORMAT, ALIGNMENT, DEPTH)                                                                           \
   variant<FORMAT, ALIGNMENT, 0, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 1, 1, DEPTH, 512, 1>(),            \
@@ -68,7 +73,7 @@ constexpr Variant variant() {
       variant<FORMAT, ALIGNMENT, 8, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 16, 1, DEPTH, 512, 1>(),       \
       variant<FORMAT, ALIGNMENT, 32, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 64, 1, DEPTH, 512, 1>()
 
-constexpr Variant kVariants[] = {
+const Variant kVariants[] = {
     WIDTHS(Format::kNvfp4, Alignment::kScale16, 3),
     WIDTHS(Format::kNvfp4, Alignment::kScale8, 3),
     WIDTHS(Format::kNvfp4, Alignment::kScale4, 3),
@@ -78,7 +83,6 @@ constexpr Variant kVariants[] = {
     WIDTHS(Format::kMxfp4, Alignment::kScale4, 3),
     WIDTHS(Format::kMxfp4, Alignment::kGeneral, 3),
     TUNED(Alignment::kScale16),
-    TUNED(Alignment::kScale8),
 #ifdef REQUANT_SWEEP  // candidates of a tuning run
 #include "w4a16_sweep.inc"
 #endif
@@ -173,6 +177,57 @@ static int call_stream(const RequantCall& call, void* stream) {
                        static_cast<cudaStream_t>(stream));
 }
 
+// The copy engine's view of the codes; none is needed where w4a16_dense_weights.cuh does without it (true all the same).
+static bool encode_dense_codes(CUtensorMap* map, const Params& p, Format format, Alignment alignment, int row_tiles) {
+  static const bool boxes = [] {
+    cudaFuncAttributes a = {};
+    return cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(read_kernel)) == cudaSuccess && a.binaryVersion >= 90;
+  }();
+  if (!boxes || alignment == Alignment::kGeneral) return true;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(p.k / 2), static_cast<cuuint64_t>(p.rows)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(p.k / 2)};
+  const cuuint32_t box[2] = {kLine, static_cast<cuuint32_t>(row_tiles * kTileRows)}, steps[2] = {1, 1};
+  const EncodeTiled encode = tensor_map_encoder();
+  return encode != nullptr &&
+         encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(p.codes), sizes, pitch, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Shared memory behind the ring: offsets, and where it ends. `share`: most stages of a block.
+static int place_dense(Params& p, const RequantCall& call, int width, int share, int rows_per_block, int slots) {
+  const int chunk = call.x_stages * call.column_warps, stages = chunk > 0 && chunk < share ? chunk : share;
+  p.x_stages[0] = stages;
+  p.zeros_offset = p.x_offset + stages * width * kStageXBytes;
+  p.largest_offset = p.zeros_offset + 1024;
+  p.sums_offset = p.largest_offset + align_up(stages * width * 4, 16);
+  p.barriers_offset = p.sums_offset + call.column_warps * width * totals_pitch(rows_per_block) * 4;
+  p.remote_offset = p.barriers_offset + align_up((slots + 1) * 8, 16);
+  const int each = (width + call.cluster - 1) / call.cluster;
+  return p.remote_offset + (call.cluster > 1 ? call.cluster * each * rows_per_block * 4 : 0);
+}
+
+// The same for w4a16_core.cuh; -2 where a cluster's sums do not fit over the ring. `most`: most stages of a column warp.
+static int place_core(Params& p, const RequantCall& call, int width, int most, int rows_per_block) {
+  const bool grouped = call.slots > 0;
+  const int x_stages = call.x_stages > 0 && call.x_stages < most ? call.x_stages : most;
+  // Grouped: two buffers, each for two tokens over the whole K, or for one stage of the widest tile if that is more.
+  const int x_one = call.column_warps * kStageXBytes;
+  p.x_bytes = grouped ? (2 * x_stages > width ? 2 * x_stages : width) * x_one : width * x_stages * x_one;
+  p.x_stages[0] = x_stages;
+  p.x_stages[1] = p.x_bytes / (8 * x_one);
+  p.x_stages[2] = p.x_bytes / (16 * x_one);
+  const int x_space = p.x_bytes * (grouped ? 2 : 1), sums_one = width * totals_pitch(rows_per_block) * 4,
+            sums_bytes = call.column_warps * sums_one;
+  const bool share_space = !grouped && x_stages == most;
+  p.sums_offset = share_space ? p.x_offset : p.x_offset + x_space;
+  p.largest_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
+  p.zeros_offset = align_up(p.largest_offset + 2 * call.column_warps * kMaxWidth * 4, 16);
+  const int remote = (width + call.cluster - 1) / call.cluster * call.cluster * totals_pitch(rows_per_block) * 4;
+  if (call.cluster > 1 && remote > p.x_offset) return -2;
+  return p.zeros_offset + 1024;
+}
+
 // 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
 // or one whose blocks would have to do more than one unit, -5 a block of one warp, -6 no tensor maps, -7 a stream whose experts
 // may have more tokens than it takes, -8 one whose experts' block scales are no whole 16-byte pieces; else a cudaError_t.
@@ -180,6 +235,8 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   if (call->wgmma) return call_wgmma(*call, stream);
   if (call->stream) return call_stream(*call, stream);
   const Variant* chosen = nullptr;
+  const int warps = call->column_warps * call->row_warps;
+  bool too_many = false;
   for (int i = 0; i < kVariantCount; ++i) {
     const Variant& v = kVariants[i];
     const bool wide_enough = call->slots > 0 ? v.tokens == 0 : v.tokens >= call->tokens;
@@ -187,21 +244,26 @@ int requant_w4a16(const RequantCall* call, void* stream) {
         v.row_tiles != call->row_tiles || v.depth != call->depth) {
       continue;
     }
-    if (chosen == nullptr || v.tokens < chosen->tokens) chosen = &v;
+    if (warps * kWarp > v.threads) {
+      too_many = true;
+      continue;
+    }
+    if (chosen == nullptr || v.tokens < chosen->tokens || (v.tokens == chosen->tokens && v.threads < chosen->threads)) {
+      chosen = &v;
+    }
   }
-  if (chosen == nullptr) return -1;
+  if (chosen == nullptr) return too_many ? -3 : -1;
   const bool grouped = chosen->tokens == 0;
-  const int warps = call->column_warps * call->row_warps, width = grouped ? kGroupedTileTokens : chosen->tokens;
+  const int width = grouped ? kGroupedTileTokens : chosen->tokens;
   if (warps < 2) return -5;
-  if (warps * kWarp > chosen->threads) return -3;
   if (call->cluster != 1 && call->cluster != 2 && call->cluster != 4 && call->cluster != 8) return -4;
   const int rows_per_block = call->row_warps * call->row_tiles * kTileRows;
   if (call->cluster > 1 && (grouped || call->blocks * rows_per_block < call->rows)) return -4;
   const int stages = (call->k + kStageK - 1) / kStageK, share = (stages + call->cluster - 1) / call->cluster;
   const int most = (share + call->column_warps - 1) / call->column_warps;
-  const int x_stages = call->x_stages > 0 && call->x_stages < most ? call->x_stages : most;
 
   Params p = params_of(call, chosen->format);
+  p.constant_weights = call->early_start == kConstantWeights;
   p.row_groups = (call->rows + rows_per_block - 1) / rows_per_block;
   p.column_warps = call->column_warps;
   p.row_warps = call->row_warps;
@@ -211,26 +273,13 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   p.stages_left = stages % call->cluster;
   p.columns_each = p.stages_each / call->column_warps;
   p.columns_left = p.stages_each % call->column_warps;
-  // Grouped: two buffers, each for two tokens over the whole K, or for one stage of the widest tile if that is more.
-  const int x_one = call->column_warps * kStageXBytes;
-  p.x_bytes = grouped ? (2 * x_stages > width ? 2 * x_stages : width) * x_one : width * x_stages * x_one;
-  p.x_stages[0] = x_stages;
-  p.x_stages[1] = p.x_bytes / (8 * x_one);
-  p.x_stages[2] = p.x_bytes / (16 * x_one);
-  const int x_space = p.x_bytes * (grouped ? 2 : 1), sums_one = width * totals_pitch(rows_per_block) * 4,
-            sums_bytes = call->column_warps * sums_one;
   p.x_offset = align_up(warps * chosen->depth * chosen->slot_bytes, 128);
-  const bool share_space = !grouped && x_stages == most && width >= 16;
-  p.sums_offset = share_space ? p.x_offset : p.x_offset + x_space;
-  p.largest_offset = p.x_offset + (share_space ? (sums_bytes > x_space ? sums_bytes : x_space) : x_space + sums_bytes);
-  p.constant_weights = call->early_start == kConstantWeights;
-  p.zeros_offset = align_up(p.largest_offset + 2 * call->column_warps * kMaxWidth * 4, 16);
-  const int shared = p.zeros_offset + 1024;
-  const int remote = (width + call->cluster - 1) / call->cluster * call->cluster * totals_pitch(rows_per_block) * 4;
-  if (call->cluster > 1 && remote > p.x_offset) return -2;  // it lies over the ring
-  if (shared > kMaxShared) return -2;
+  const bool dense = !grouped && width <= kDenseTokens;
+  const int shared = dense ? place_dense(p, *call, width, share, rows_per_block, warps * chosen->depth)
+                           : place_core(p, *call, width, most, rows_per_block);
+  if (shared < 0 || shared > kMaxShared) return -2;
 
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
+  cudaError_t error = cudaFuncSetAttribute(chosen->kernel,
                                            cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
@@ -253,7 +302,10 @@ int requant_w4a16(const RequantCall* call, void* stream) {
   }
   config.attrs = attributes;
   config.numAttrs = count;
-  error = cudaLaunchKernelEx(&config, chosen->kernel, p);
+  CUtensorMap codes = {};
+  if (dense && !encode_dense_codes(&codes, p, chosen->format, chosen->alignment, call->row_tiles)) return -6;
+  void* arguments[] = {&p, &codes};  // w4a16_core.cuh takes the first alone
+  error = cudaLaunchKernelExC(&config, chosen->kernel, arguments);
   return error != cudaSuccess ? error : cudaGetLastError();
 }
 
@@ -301,7 +353,7 @@ int requant_w4a16_variant(int i, int* out) {
   }
   const Variant& v = kVariants[i];
   cudaFuncAttributes a = {};
-  const cudaError_t error = cudaFuncGetAttributes(&a, reinterpret_cast<const void*>(v.kernel));
+  const cudaError_t error = cudaFuncGetAttributes(&a, v.kernel);
   const int values[] = {static_cast<int>(v.format), static_cast<int>(v.alignment), v.tokens, v.row_tiles, v.depth,
                         v.threads, a.numRegs, static_cast<int>(a.localSizeBytes), 0, 0};
   for (int j = 0; j < 10; ++j) out[j] = values[j];

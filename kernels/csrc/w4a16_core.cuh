@@ -1,4 +1,5 @@
-// W4A16: y[M,N] = global_scale * x[M,K] @ dequant(codes, block_scales)^T for few tokens (M <= 64), dense and grouped.
+// W4A16: y[M,N] = global_scale * x[M,K] @ dequant(codes, block_scales)^T for few tokens (M <= 64), dense and grouped; dense
+// layers up to 8 tokens have a kernel of the same shape in w4a16_dense.cuh.
 //
 // What it replaces: kernels that repack the checkpoint first. Here the checkpoint's own row-major bytes are read,
 // codes [N, K/2] (low nibble = even k) and block scales [N, K/group], so what is timed and validated is what is stored.

@@ -16,11 +16,52 @@ struct WarpTile {
   static constexpr int kUnrollLines = 1;  // unrolling costs registers and instruction cache
 
   float sums[ROW_TILES][kGroups ? 1 : kColumns][kGroups ? 1 : kChains][4];
+  float totals[ROW_TILES][4];  // dense kernel, up to 8 tokens: the sums of all stages, true to scale
 
   __device__ __forceinline__ void clear() {
     float* all = &sums[0][0][0][0];
 #pragma unroll
     for (unsigned i = 0; i < sizeof(sums) / sizeof(float); ++i) all[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void clear_totals() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * 4; ++i) totals[i / 4][i % 4] = 0.0f;
+  }
+
+  // The sums of one stage join the totals; restore[token] undoes the scale of the stage's x.
+  __device__ __forceinline__ void add_stage(const float* restore, int lane) {
+    static_assert(TOKENS > 8 || kColumns == 1);
+    float2 of = make_float2(restore[0], 0.0f);
+    if (TOKENS > 1) of = *reinterpret_cast<const float2*>(restore + (kGroups ? 0 : 2 * (lane & 3) & (TOKENS - 1)));
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float v = sums[r][0][0][i];
+        if (!kGroups && kMode != ScaleMode::kScaleAfter && kChains == 2) v += sums[r][0][kChains - 1][i];
+        totals[r][i] += v * (i % 2 == 0 ? of.x : of.y);
+      }
+    }
+  }
+
+  // Put the totals into to[token][row].
+  __device__ __forceinline__ void put_totals(float* to, int pitch, int lane) const {
+    const int g = lane >> 2, p = lane & 3;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = r * 16 + g + i / 2 * 8, token = kGroups ? i % 2 : 2 * p + i % 2;
+        float v = totals[r][i];
+        if (kGroups) {
+          if (i % 2 >= TOKENS) continue;
+          v += __shfl_xor_sync(~0u, v, 1);
+          v += __shfl_xor_sync(~0u, v, 2);
+        }
+        if (kGroups ? p == 0 : token < TOKENS) to[token * pitch + row] = v;
+      }
+    }
   }
 
   // Bytes at..at+3 of a row's block scales of this stage, zero past the row's end (where the copy has not seen to that).

@@ -14,6 +14,7 @@ constexpr int kPiece = 16;                       // bytes of x (8 tokens' worth 
 constexpr int kLineXBytes = kLineK * 2;          // bytes of x per token and line
 constexpr int kStageXBytes = kStageK * 2;        // bytes of x per token and stage
 constexpr int kMaxWidth = 64;                    // tokens of the widest kernel
+constexpr int kDenseTokens = 8;                  // dense layers up to this width: w4a16_dense.cuh
 constexpr int kBf16Tokens = 32;                  // from this width on, BF16 operands
 constexpr int kGroupedTileTokens = 16;           // tokens of one expert that share a pass over its weights
 constexpr int kStreamTokens = 4;                 // the same for a stream (w4a16_stream.cuh)
@@ -65,9 +66,10 @@ struct Params {
   int x_offset, x_bytes;             // x in shared memory; grouped: two buffers of x_bytes
   int sums_offset, largest_offset;   // bytes from the start of shared memory
   int zeros_offset;                  // a kilobyte of zeros
+  int remote_offset;                 // dense, up to 8 tokens: sums from the other blocks of the cluster
   int all_rows;                      // streams: of all experts
   int stream_scales_offset;          // streams: the ring of block scales
-  int barriers_offset;               // streams: one barrier per stage, [warp][stage]
+  int barriers_offset;               // streams: one barrier per stage, [warp][stage]; dense: one, for the cluster's sums
   int constant_weights;              // they may be fetched before the previous kernel has finished
 };
 

@@ -282,6 +282,10 @@ def shared_bytes(v, m_width, wk, wr, cl, stages, x_stages):
     share = -(-stages // cl)
     most = -(-share // wk)
     xs = x_stages if 0 < x_stages < most else most
+    if m_width <= 8:
+        others = cl * -(-m_width // cl) * rows * 4 if cl > 1 else 0
+        xb = min(xs * wk, share) * m_width * (512 + 4)
+        return wk * wr * v[4] * slot + xb + wk * m_width * (rows + 4) * 4 + wk * wr * v[4] * 8 + others + 1100
     xb, sums = m_width * xs * wk * 512, wk * m_width * (rows + 4) * 4
     tail = max(xb, sums) if xs == most and m_width >= 16 else xb + sums
     return wk * wr * v[4] * slot + tail + 1152 + wk * 512

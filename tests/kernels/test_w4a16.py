@@ -127,6 +127,23 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
                 assert configs.shared_bytes(fmt, k, configs.GROUPED_WIDTH, c, grouped=True) <= limit
 
 
+def test_no_grid_is_larger_than_the_driver_takes():
+    """A grid's y ends at 65535: a layer of more row groups has blocks that take several, or larger ones."""
+    for n, k, tokens in [
+        (4_000_000, 64, 1),
+        (4_000_000, 64, 8),
+        (5_000_000, 64, 16),
+        (20_000_000, 64, 64),
+        (2_200_000, 16, 3),
+    ]:
+        c = configs.choose(NumberFormat.NVFP4, tokens, n, k)
+        assert 1 <= c.blocks <= 65535
+        if isinstance(c, configs.Config):
+            assert c.cluster == 1
+        else:
+            assert c.blocks * c.row_groups * 64 >= n
+
+
 @pytest.mark.parametrize("fmt", [NumberFormat.NVFP4, NumberFormat.MXFP4])
 def test_a_stream_never_reads_block_scales_past_the_last_expert(fmt):
     """Its copies take whole 16-byte pieces around four stages' bytes of a row; only the last tile's are clamped."""
@@ -177,12 +194,28 @@ def test_a_missing_compiler_is_named_with_the_ways_out(monkeypatch, tmp_path):
 def test_the_sources_compile_for(arch, tmp_path):
     """The front end and ptxas accept one variant of each kind; the whole library takes a minute and is built on use."""
     probe = tmp_path / "probe.cu"
-    kinds = [("kNvfp4", 2, "kScale16"), ("kNvfp4", 8, "kGeneral"), ("kNvfp4", 32, "kScale4"), ("kMxfp4", 8, "kScale8")]
+    kinds = [
+        ("kNvfp4", 0, "kScale16"),
+        ("kNvfp4", 16, "kGeneral"),
+        ("kNvfp4", 32, "kScale4"),
+        ("kMxfp4", 16, "kScale8"),
+    ]
     lines = [
         f"template __global__ void requant::w4a16_kernel<requant::Format::{f}, {t}, 1, 3, requant::Alignment::{a}, 512,"
         " 1>"
         "(const __grid_constant__ requant::Params);"
         for f, t, a in kinds
+    ]
+    lines += [
+        f"template __global__ void requant::w4a16_dense_kernel<requant::Format::{f}, {t}, 1, 3,"
+        f" requant::Alignment::{a}, 384, 2>"
+        "(const __grid_constant__ requant::Params, const __grid_constant__ CUtensorMap);"
+        for f, t, a in [
+            ("kNvfp4", 1, "kScale16"),
+            ("kNvfp4", 8, "kGeneral"),
+            ("kMxfp4", 2, "kScale8"),
+            ("kMxfp4", 4, "kScale4"),
+        ]
     ]
     lines += [
         f"template __global__ void requant::w4a16_stream_kernel<requant::Format::{f}, 2, 8, 3, requant::Alignment::{a}>"
@@ -194,7 +227,9 @@ def test_the_sources_compile_for(arch, tmp_path):
         "(const __grid_constant__ requant::Params);"
         for f in ("kNvfp4", "kMxfp4")
     ]
-    probe.write_text('#include "w4a16_core.cuh"\n#include "w4a16_split.cuh"\n' + "\n".join(lines))
+    probe.write_text(
+        '#include "w4a16_core.cuh"\n#include "w4a16_dense.cuh"\n#include "w4a16_split.cuh"\n' + "\n".join(lines)
+    )
     command = [
         NVCC,
         "-std=c++17",

@@ -71,6 +71,63 @@ def test_every_width_and_alignment_is_within_the_bound_and_repeats_its_bits(fmt,
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+def test_few_tokens_divide_the_work_in_any_way(fmt):
+    """Blocks that take several row groups, clusters that split K, x that does not fit at once, idle warps."""
+    import torch
+
+    torch.manual_seed(6)
+    divisions = [(4, 2, 1, 0, 0), (2, 4, 1, 0, 2), (3, 1, 2, 0, 0), (1, 3, 4, 0, 0), (2, 2, 8, 1, 0), (2, 3, 1, 1, 1)]
+    if torch.cuda.get_device_capability() < (9, 0):
+        divisions = [d for d in divisions if d[2] == 1]
+    for n, k in [(100, 2944), (71, 1280), (256, 4096), (40, 272), (48, 96)]:
+        if k % fmt.group:
+            continue
+        codes, scales = random_weight(fmt, n, k)
+        w = dequantize(fmt, codes, scales)
+        for m in (1, 2, 3, 8):
+            x = random_x(m, k)
+            exact, magnitude = x.double() @ w.T, x.double().abs() @ w.abs().T
+            for column_warps, row_warps, cluster, x_stages, blocks in divisions:
+                groups = -(-n // (16 * row_warps))
+                config = configs.Config(column_warps, row_warps, blocks or groups, cluster, x_stages)
+                for constant_weights in (False, True):
+                    y, again = (
+                        w4a16.w4a16_matmul(
+                            x, codes, scales, 1.0, fmt=fmt, config=config, constant_weights=constant_weights
+                        )
+                        for _ in range(2)
+                    )
+                    assert torch.equal(y, again)
+                    assert_within_bound(y, exact, magnitude)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+def test_few_tokens_scale_each_256_of_x_alone(m):
+    """Where the weights of huge x are zero, small x keeps its bits: a common power of two would lose them."""
+    import torch
+
+    torch.manual_seed(7)
+    codes, scales = random_weight(NumberFormat.NVFP4, 64, 2048)
+    codes[:, :128] = 0
+    x = random_x(m, 2048)
+    x[:, :256] *= 2.0**90
+    w = dequantize(NumberFormat.NVFP4, codes, scales)
+    y = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+    assert_within_bound(y, x.double() @ w.T, x.double().abs() @ w.abs().T)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_more_rows_than_a_grid_has_blocks(m):
+    n, k = 65535 * 64 + 40, 64  # 65536 row groups of mma.sync, and of wgmma's smallest blocks
+    codes, scales = random_weight(NumberFormat.NVFP4, n, k)
+    x = random_x(m, k)
+    y = w4a16.w4a16_matmul(x, codes, scales, 1.0, fmt=NumberFormat.NVFP4)
+    for rows in (slice(0, 4096), slice(65535 * 32 - 64, 65535 * 32 + 64), slice(n - 4096, n)):
+        w = dequantize(NumberFormat.NVFP4, codes[rows], scales[rows])
+        assert_within_bound(y[:, rows], x.double() @ w.T, x.double().abs() @ w.abs().T)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_wgmma_divides_the_work_in_any_way_and_converts_every_scale(fmt):
     """SM90: rows and K that no tile divides, scales that need the slow conversion, NaN that stays in its row."""
     import torch

@@ -144,6 +144,20 @@ def test_a_product_that_leaves_out_a_block_is_seen_and_nan_never_passes(monkeypa
     assert check_step(model, 1, 40, Products(model)).wrong
 
 
+def test_the_products_that_are_timed_are_those_that_were_held_to_the_reference(monkeypatch, model):
+    from pathlib import Path
+
+    order = []
+    monkeypatch.setattr(Engine, "tune", lambda self: order.append("tune"))
+    monkeypatch.setattr(Engine, "capture", lambda self, prompt_tokens=0: order.append(f"capture {prompt_tokens}"))
+    real = decode_speed.check_step
+    monkeypatch.setattr(decode_speed, "check_step", lambda *a: (order.append("check"), real(*a))[1])
+    monkeypatch.setattr(decode_speed, "load_decoder", lambda path, **_: model)
+    gate = SpeedGate(device="cpu", concurrency=(2,), requests=(2,), prompt_tokens=20, output_tokens=4)
+    decode_speed.measure_model(Path("o"), None, gate, read_gbps=None, device="cpu")
+    assert order[order.index("tune") :] == ["tune", "check", "capture 0", "capture 20"]
+
+
 def test_a_prefill_that_is_wrong_is_seen(monkeypatch, model):
     real = decode_reference.prefill
 
@@ -177,7 +191,9 @@ def test_a_speed_of_wrong_numbers_fails_the_gate_and_is_kept(monkeypatch, model)
     assert 0 < point["of_reference"]["error"] < 1e-5
     assert 0 < found.data["runs"][0]["prefill_of_reference"]["error"] < 1e-5
     assert not found.findings
-    assert set(found.data["seconds"]) == {"load", "reference", "capture", "graph against eager", "waves"}
+    assert set(found.data["seconds"]) == {
+        "load", "choosing products", "reference", "capture", "graph against eager", "waves"
+    }  # fmt: skip
     monkeypatch.setattr("requant.validate.decode_engine.make_glue", lambda _: Glue("sinks"))
     monkeypatch.setattr(
         speed, "bench_kernels", lambda *_, **__: SimpleNamespace(

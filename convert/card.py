@@ -15,7 +15,8 @@ import yaml
 from requant.manifests.errors import PublishError
 from requant.manifests.schema import Manifest
 from requant.validate.decode_report import DECODING
-from requant.validate.report import SERVING, markdown_table, tables_of
+from requant.validate.report import markdown_table
+from requant.validate.report_tables import SERVING, tables_of
 from requant.validate.results import Status
 from requant.validate.verdict import SignOff
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from requant.kernels.formats import MARLIN_POW2_MIN
-from requant.validate.report import bytes_text, numbers_of, object_of
+from requant.validate.report_tables import bytes_text, numbers_of, object_of
 from requant.validate.results import JSON
 from requant.validate.svg import Band, Cell, Chart, Series, compare_bars, heat_map, histogram, line_chart
 

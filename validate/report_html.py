@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from requant.validate.decode_report import DECODING, STEP
-from requant.validate.report import (
-    SERVING,
-    Table,
-    bytes_text,
-    finding_line,
-    footer_of,
-    object_of,
-    tables_of,
-    tensor_rows,
-    verdict_of,
-)
+from requant.validate.report import finding_line, footer_of, verdict_of
 from requant.validate.report_charts import (
     breakdown_chart,
     bytes_chart,
@@ -38,6 +28,7 @@ from requant.validate.report_charts import (
     serving_chart,
     sqnr_map,
 )
+from requant.validate.report_tables import SERVING, Table, bytes_text, object_of, tables_of, tensor_rows
 from requant.validate.results import JSON, StageResult, Status
 from requant.validate.svg import Chart
 from requant.validate.verdict import SignOff

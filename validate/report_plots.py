@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from requant.validate.report import tensor_rows
 from requant.validate.report_charts import bytes_chart, kl_chart, scale_histogram, sqnr_map
+from requant.validate.report_tables import tensor_rows
 from requant.validate.svg import Chart
 from requant.validate.verdict import SignOff
 

@@ -106,7 +106,8 @@ def test_without_metadata_the_text_still_stays(published):
 def test_accuracy_and_speed_are_the_tables_of_the_report():
     from requant.convert.card import CardFacts, make_card
     from requant.manifests.schema import Manifest
-    from requant.validate.report import markdown_table, tables_of
+    from requant.validate.report import markdown_table
+    from requant.validate.report_tables import tables_of
     from requant.validate.results import StageResult, Status
     from requant.validate.verdict import Gate, SignOff
 

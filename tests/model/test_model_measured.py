@@ -201,7 +201,7 @@ def cramped(monkeypatch):
 
 
 def test_without_memory_stretches_get_shorter_and_prompts_fewer_and_the_report_says_so(golden, text, cramped):
-    from requant.validate.report import tables_of
+    from requant.validate.report_tables import tables_of
     from requant.validate.verdict import SignOff
 
     source, output = golden("_src_llama_bf16"), golden("llama_mxfp4")

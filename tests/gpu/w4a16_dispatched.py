@@ -48,18 +48,21 @@ def say(launched, config):
 
 
 def dense(launched):
-    for n, k in DENSE:
-        codes, scales = weight(NVFP4, n, k)
-        numbers = dequantize(NVFP4, codes[ROWS].cpu(), scales[ROWS].cpu(), 0.37)
+    ragged = [(fmt, shape) for shape in ((33, 2944), (200, 2880), (72, 272)) for fmt in (NVFP4, MXFP4)]
+    for fmt, (n, k) in [*((NVFP4, shape) for shape in DENSE), (MXFP4, DENSE[0]), *ragged]:
+        if k % fmt.group:
+            continue
+        codes, scales = weight(fmt, n, k)
+        numbers = dequantize(fmt, codes[ROWS].cpu(), scales[ROWS].cpu(), 0.37)
         for m in TOKENS:
-            config = w4a16_configs.choose(NVFP4, m, n, k)
+            config = w4a16_configs.choose(fmt, m, n, k)
             if NO_CLUSTER and getattr(config, "cluster", 1) > 1:
                 continue
             x = torch.randn(m, k).bfloat16()
             out = torch.full((m, n), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-            w4a16.w4a16_matmul(x.to(DEVICE), codes, scales, 0.37, fmt=NVFP4, out=out, path="cuda")
+            w4a16.w4a16_matmul(x.to(DEVICE), codes, scales, 0.37, fmt=fmt, out=out, path="cuda")
             found = excess(out.cpu()[:, ROWS], *products(x, numbers))
-            assert found <= 1, (n, k, m, found)
+            assert found <= 1, (fmt, n, k, m, found)
             say(launched, config)
 
 

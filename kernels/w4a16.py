@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MoeRouting", "availability", "route_experts", "uses_triton", "w4a16_matmul", "w4a16_moe"]
+__all__ = [
+    "GatedActivation",
+    "MoeRouting",
+    "availability",
+    "fuses",
+    "route_experts",
+    "uses_triton",
+    "w4a16_matmul",
+    "w4a16_moe",
+]
 
 
 class _Properties(Protocol):
@@ -41,6 +50,9 @@ FORMATS: Final = {NumberFormat.NVFP4: 0, NumberFormat.MXFP4: 1}
 K_MULTIPLE: Final = {NumberFormat.NVFP4: 16, NumberFormat.MXFP4: 32}
 POINTER_ALIGNMENT: Final = 16
 """Bytes: the widest single copy of the kernel."""
+HALVES: Final = 1
+INTERLEAVED: Final = 2
+"""enum Gating of csrc/w4a16_types.cuh."""
 MINIMUM_CAPABILITY: Final = (8, 0)
 
 
@@ -62,6 +74,18 @@ class MoeRouting:
     def slots(self) -> int:
         """Number of (token, expert) pairs."""
         return self.tokens * self.slots_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """SwiGLU of an expert's gate and up rows: silu(gate) * up. interleaved: they take turns, else gate's come first.
+
+    limit: gpt-oss's form, (up + 1) * gate * sigmoid(alpha * gate) with gate clamped from above and up from both sides.
+    """
+
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 def availability() -> tuple[Literal["runs", "compiles", "unavailable"], str]:
@@ -187,6 +211,9 @@ def w4a16_moe(
     config: configs.Config | None = None,
     check: bool = False,
     path: Path = "auto",
+    bias: Tensor | None = None,
+    activation: GatedActivation | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """One GEMM of a mixture of experts: y[t, j] = weights[t, j] * x_row @ W[expert_ids[t, j]]^T, in one launch.
 
@@ -194,12 +221,18 @@ def w4a16_moe(
     [E, N, K/group], global_scales [E] float32 or None (all 1), expert_ids [T, topk] int32, weights [T, topk] float32.
     Returns [T, topk, N] bfloat16. Pass `routing` from `route_experts` to share the sort between the GEMMs of a layer.
     A slot whose expert id is out of range gives NaN; check=True raises ValueError instead, and waits for the GPU.
+
+    Where `fuses` says so: bias [E, N] bfloat16 is added before the weights, and with `activation` y is [T, topk, N/2],
+    all in FP32 with one rounding at the end. settled: promise that routing and codes, scales and bias are older than
+    the kernel before this one on the stream, and that the latter waits for its own predecessor before it lets this one
+    start (griddepcontrol); they may then be read before it has finished.
     """
     import torch
 
     _check_format(fmt)
     n, k = _check_weight(codes, block_scales, fmt, lead=1)
     experts = codes.shape[0]
+    width = n if activation is None else n // 2
     if routing is None:
         if expert_ids is None:
             raise ValueError("w4a16_moe needs expert_ids [T, topk], or a routing made from them by route_experts")
@@ -226,14 +259,20 @@ def w4a16_moe(
         if tuple(weights.shape) != (tokens, topk):
             raise ValueError(f"weights has shape {tuple(weights.shape)}: it must be {(tokens, topk)}")
     if out is None:
-        out = torch.empty((tokens, topk, n), dtype=torch.bfloat16, device=x.device)
+        out = torch.empty((tokens, topk, width), dtype=torch.bfloat16, device=x.device)
     else:
-        _check_out(out, (tokens, topk, n), codes)
+        _check_out(out, (tokens, topk, width), codes)
+    if bias is not None:
+        _check_tensor("bias", bias, (torch.bfloat16,))
+        _check_same_device("bias", bias, codes)
+        if tuple(bias.shape) != (experts, n):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be {(experts, n)}")
     if routing.slots == 0 or n == 0:
         return out
     if uses_triton(path) is not routing.triton:
         raise ValueError("the routing was made for another path: give route_experts the same `path`")
     if routing.triton:
+        _check_fuses(None, n, bias, activation)
         from requant.kernels.triton.w4a16 import moe
 
         return moe(
@@ -244,6 +283,7 @@ def w4a16_moe(
     chosen = config or configs.choose_grouped(
         fmt, routing.slots, n, k, experts=experts, capability=capability, processors=processors
     )
+    _check_fuses(chosen, n, bias, activation)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     call = _call(x, codes, block_scales, out, fmt, n, k, chosen)
     call.tokens, call.experts, call.slots = tokens, experts, routing.slots
@@ -253,8 +293,37 @@ def w4a16_moe(
     call.slot_weights = None if weights is None else weights.data_ptr()
     call.routing = routing.data.data_ptr()
     call.early_start = _early_start(capability, constant_weights=False)
+    call.settled = int(settled and n % configs.TILE_ROWS == 0)
+    call.bias = None if bias is None else bias.data_ptr()
+    if activation is not None:
+        call.gating = INTERLEAVED if activation.interleaved else HALVES
+        call.limit, call.alpha = activation.limit or 0.0, activation.alpha
     lib.launch(library, call, stream)
     return out
+
+
+def fuses(fmt: NumberFormat, slots: int, n: int, k: int, *, experts: int) -> bool:
+    """Whether w4a16_moe takes `bias` and `activation` on the current GPU: `slots` slots, weights [experts, n, k]."""
+    import torch
+
+    if not torch.cuda.is_available() or uses_triton():
+        return False
+    capability, processors = torch.cuda.get_device_capability(), _processors(torch.cuda.current_device())
+    if capability < MINIMUM_CAPABILITY:
+        return False
+    chosen = configs.choose_grouped(fmt, slots, n, k, experts=experts, capability=capability, processors=processors)
+    return _takes_fused(chosen, n)
+
+
+def _takes_fused(chosen: configs.Config | None, n: int) -> bool:
+    return chosen is not None and chosen.stream == configs.SPLIT and n % configs.TILE_ROWS == 0
+
+
+def _check_fuses(
+    chosen: configs.Config | None, n: int, bias: Tensor | None, activation: GatedActivation | None
+) -> None:
+    if (bias is not None or activation is not None) and not _takes_fused(chosen, n):
+        raise ValueError("this shape's kernel takes neither bias nor activation: ask `fuses` before")
 
 
 def _call(

@@ -104,7 +104,10 @@ def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
 
 def split_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
     """Shared memory per block of csrc/w4a16_split.cuh: for each slot a tile, the warps' sums and a barrier."""
-    return config.depth * (TILE_ROWS * (k // 2 + k // fmt.group) + config.column_warps * 512 + 8)
+    row, scales = k // 2, k // fmt.group
+    if row % 64 != 32:  # padded, long rows in two parts
+        row, scales = row + (32 if row < STAGE_K * 8 else 64), scales + 16
+    return config.depth * (TILE_ROWS * (row + scales) + config.column_warps * 512 + 8)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:
@@ -156,7 +159,13 @@ SHORT_STREAM: Final = Config(1, 12, 0, depth=4, stream=1)
 """The streams that are compiled in (SHORT_STREAM for SCALE16 only); `blocks` is the card's."""
 
 
-SPLITS: Final = {2880: Config(15, 1, 0, depth=4, stream=2)}
+SPLIT: Final = 2
+"""Config.stream of csrc/w4a16_split.cuh."""
+SPLITS: Final = {
+    2048: Config(8, 1, 0, depth=4, stream=SPLIT),
+    2880: Config(15, 1, 0, depth=4, stream=SPLIT),
+    4096: Config(16, 1, 0, depth=3, stream=SPLIT),
+}
 """K -> the kernel of csrc/w4a16_split.cuh that is compiled in for it, in both formats; `blocks` is the card's."""
 
 

@@ -50,6 +50,7 @@ SOURCE_FILES: Final = (
     "w4a16_routing.cuh",
     "w4a16_split.cuh",
     "w4a16_split_launch.cuh",
+    "w4a16_split_outputs.cuh",
     "w4a16_split_tile.cuh",
     "w4a16_stream.cuh",
     "w4a16_stream_copies.cuh",
@@ -78,6 +79,7 @@ MESSAGES: Final = {
     -6: "the driver cannot encode tensor maps",
     -7: "experts may have more tokens than a stream takes at a time",
     -8: "the block scales of an expert do not fill whole 16-byte pieces, which this stream needs",
+    -9: "gate and up rows do not fill whole tiles",
 }
 
 
@@ -122,8 +124,13 @@ class Call(ctypes.Structure):
                 "early_start",
                 "wgmma",
                 "stream",
+                "settled",
+                "gating",
             )
         ),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("bias", ctypes.c_void_p),
     )
 
 

@@ -77,6 +77,9 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// Ask the L2 for a line.
+__device__ __forceinline__ void prefetch_to_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -113,6 +113,11 @@ struct RequantCall {
   int row_tiles, depth, column_warps, row_warps, cluster, x_stages, blocks, early_start;
   int wgmma;  // 1: w4a16_wgmma.cuh, where column_warps and row_warps count warpgroups and x_stages is the depth of x's ring
   int stream;  // 1: the kernel of w4a16_stream.cuh; 2: that of w4a16_split.cuh, where column_warps split K
+  // of the latter alone
+  int settled;         // routing and weights are older than the kernel before this one
+  int gating;          // enum Gating
+  float limit, alpha;  // of the gate
+  const void* bias;    // BF16 [experts][rows]
 };
 
 static int call_wgmma(const RequantCall& call, void* stream) {
@@ -169,7 +174,13 @@ static int call_stream(const RequantCall& call, void* stream) {
   if (routing_tile_tokens(call.slots, call.experts) > kStreamTokens) return -7;
   const Format format = static_cast<Format>(call.format);
   if (call.stream == 2) {
-    return launch_split(params_of(&call, format), format, call.depth, call.column_warps, call.blocks, call.early_start,
+    Params p = params_of(&call, format);
+    p.settled = call.settled && call.early_start;
+    p.gating = static_cast<Gating>(call.gating);
+    p.bias = static_cast<const __nv_bfloat16*>(call.bias);
+    p.limit = call.limit;
+    p.alpha = call.alpha;
+    return launch_split(p, format, call.experts, call.depth, call.column_warps, call.blocks, call.early_start,
                         kMaxShared, static_cast<cudaStream_t>(stream));
   }
   return launch_stream(params_of(&call, format), format, static_cast<Alignment>(call.alignment), call.row_tiles, call.depth,

@@ -1,11 +1,12 @@
-// The grouped product for few tokens per expert where K suits it: whole tiles in memory order, K split among the warps.
+// The grouped product for few tokens per expert where K suits it: whole tiles, K split among the warps.
 //
-// The 16 rows of a tile are one run of memory, codes and block scales alike, so two bulk copies of plain bytes bring it:
-// no tensor map, no row that begins inside a memory line, no stage that K does not fill, and no alignment of the rows of
-// block scales (180 bytes at K = 2880) but that of the tile. The tiles of a block stand in one ring. Of each tile, warp w
-// takes k = 192 w .. 192 w + 191, so its x never changes while the expert stays: it lies in registers, scaled by the warp's
-// own power of two, and no block barrier is needed for it. One more warp fills the ring, sums the warps' parts in the order
-// of K, and stores y: the order never depends on timing, so two runs give the same bits.
+// The 16 rows of a tile are one run of memory, codes and block scales alike. Where reading them as they lie is free of bank
+// conflicts (K = 2880), two bulk copies of plain bytes bring a tile: no row that begins inside a memory line, no stage that K
+// does not fill, and no alignment of the rows of block scales (180 bytes) but that of the tile. Else (K = 2048 and 4096)
+// boxes of the copy engine, wider than the row, bring it padded. The tiles of a block stand in one ring. Of each tile, a warp
+// takes 192 or 256 k, always the same, so its x never changes while the expert stays: it lies in registers, scaled by the
+// warp's own power of two, and no block barrier is needed for it. One more warp fills the ring, sums the warps' parts in the
+// order of K, and stores y: the order never depends on timing, so two runs give the same bits.
 //
 // Block scales meet the sums as in kGroupColumns (w4a16_core.cuh): a lane's columns of B hold x in the rows of the lanes that
 // share its group of 16 k, and zeros elsewhere, so its accumulators are the dot products of that group and one FFMA scales
@@ -13,11 +14,16 @@
 // half precision, so MXFP4 runs alike.
 //
 // Bank conflicts: rows are 8 or 24 words apart modulo 32, and a lane reads the 8 bytes of a group at once: a half-warp, four
-// rows and p = 0..3, is free of conflicts since three groups of a lane follow one another (3 p modulo 4 are all four). With
-// two lanes to a group a lane reads 4 bytes at a time, and rows g and g + 4 meet.
+// rows and p = 0..3, is free of conflicts where the four lanes' groups differ modulo 4: three groups of a lane follow one
+// another (3 p modulo 4 are all four), of four each lane begins with another (SplitLane::flip). With two lanes to a group a
+// lane reads 4 bytes at a time, and rows g and g + 4 meet.
+//
+// Beside the product (EXTRA): a bias and a gated activation on the sums, so that gate_up of a layer needs no kernel after it;
+// and a start before the kernel before has ended (`settled`), which reads routing and first tiles and waits with x.
 #pragma once
 #include <type_traits>
 
+#include "w4a16_split_outputs.cuh"
 #include "w4a16_split_tile.cuh"
 #include "w4a16_stream.cuh"
 
@@ -25,20 +31,26 @@ namespace requant {
 
 __device__ __forceinline__ uint32_t split_word(uint2 words, int w) { return w == 0 ? words.x : words.y; }
 __device__ __forceinline__ uint32_t split_word(uint32_t word, int) { return word; }
+__device__ __forceinline__ void load_words(uint32_t from, uint32_t& to) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_words(uint32_t from, uint2& to) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "r"(from) : "memory");
+}
 
 // The tiles of one segment in one warp.
-template <Format FORMAT, int WARPS, int DEPTH, int SPAN>
+template <Format FORMAT, int STEPS, int WARPS, int DEPTH, int SPAN, bool EXTRA>
 __device__ __forceinline__ void split_consume(const Params& p, const Segment& segment, uint8_t* shared, uint32_t full,
                                               int warp, int lane, int& slot, uint32_t& parity) {
-  using Tile = SplitTile<FORMAT, WARPS>;
-  using Lane = SplitLane<SPAN>;
+  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
+  using Lane = SplitLane<STEPS, SPAN>;
   using Words = typename std::conditional<SPAN == 1, uint2, uint32_t>::type;
   const Lane of(lane);
-  SplitX<SPAN> x;
-  x.template load<Tile>(p, segment, warp, of);
-  const SplitScales<FORMAT, SPAN> scales(of.p);
-  const uint8_t* const codes = shared + of.g * Tile::kRowBytes + warp * Tile::kSliceBytes + of.word() * 4;
-  const uint8_t* const scale_rows = shared + DEPTH * Tile::kCodes + of.g * Tile::kRowScales + warp * Tile::kSliceScales;
+  SplitX<STEPS, SPAN> x;
+  x.template load<Tile>(p, segment, warp, of, EXTRA && p.settled);
+  const SplitScales<FORMAT, STEPS, SPAN> scales(of);
+  const uint32_t codes = shared_address(shared) + of.g * Tile::kPitch + Tile::slice(warp) + of.word(0) * 4;
+  const uint8_t* const scale_rows = shared + DEPTH * Tile::kCodes + of.g * Tile::kScalePitch + warp * Tile::kSliceScales;
   float4* const to = reinterpret_cast<float4*>(shared + DEPTH * (Tile::kCodes + Tile::kScales)) + warp * 32 + lane;
 #pragma unroll 1
   for (int tile = 0; tile < segment.tiles; ++tile) {
@@ -46,13 +58,15 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
     Words low_words[Lane::kGroups], high_words[Lane::kGroups];
 #pragma unroll
     for (int j = 0; j < Lane::kGroups; ++j) {
-      const uint8_t* const at = codes + slot * Tile::kCodes + j * 8;
-      low_words[j] = *reinterpret_cast<const Words*>(at);
-      high_words[j] = *reinterpret_cast<const Words*>(at + 8 * Tile::kRowBytes);
+      // A flip of the group's number is one of its address: four groups begin at a multiple of 32 bytes.
+      const uint32_t first = codes + slot * Tile::kCodes;
+      const uint32_t at = STEPS == 3 ? first + j * 8 : (first + j / 4 * 32) ^ j % 4 * 8;
+      load_words(at, low_words[j]);
+      load_words(at + 8 * Tile::kPitch, high_words[j]);
     }
     float of_low[Lane::kGroups], of_high[Lane::kGroups];
     const uint8_t* const rows = scale_rows + slot * Tile::kScales;
-    scales.read(rows, rows + 8 * Tile::kRowScales, of_low, of_high);
+    scales.read(rows, rows + 8 * Tile::kScalePitch, of_low, of_high);
     float sums[4];
 #pragma unroll
     for (int j = 0; j < Lane::kGroups; ++j) {
@@ -84,97 +98,102 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
 }
 
 // The warp that fills the ring and finishes tiles.
-template <Format FORMAT, int WARPS, int DEPTH>
+template <Format FORMAT, int STEPS, int WARPS, int DEPTH, bool EXTRA>
 class SplitSupply {
-  using Tile = SplitTile<FORMAT, WARPS>;
+  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
+  static constexpr int kRuns = EXTRA ? 2 : 1, kRunRows = kTileRows / kRuns;  // the rows of a tile in memory
 
  public:
   __device__ __forceinline__ SplitSupply(const Params& p, const SegmentCursor& cursor, const Segment& first, uint32_t shared,
-                                         uint32_t full)
-      : cursor_(cursor), shared_(shared), full_(full) {
+                                         uint32_t full, const TensorMaps& maps)
+      : cursor_(cursor), maps_(maps), shared_(shared), full_(full),
+        apart_(p.gating == Gating::kHalves ? p.rows / 2 : kRunRows), step_(p.gating == Gating::kHalves ? kRunRows : kTileRows) {
     open(p, first);
   }
 
-  // Start the copies of the next tile into `slot`; nothing if the work is at its end.
+  // Start the copies of the next tile into `slot`; nothing if the work is at its end. All lanes arrive at its barrier, since
+  // all have read the sums of the tile before.
   __device__ __forceinline__ void fetch(const Params& p, int slot) {
     if (left_ == 0) return;
-    const int rows = min(p.rows - row_, kTileRows);  // none past the expert's last: it may be the tensor's
     const uint32_t barrier = full_ + slot * 8;
     if (elect_one()) {
-      barrier_expect(barrier, rows * (Tile::kRowBytes + Tile::kRowScales));
-      copy_run(shared_ + slot * Tile::kCodes, codes_, rows * Tile::kRowBytes, barrier);
-      copy_run(shared_ + DEPTH * Tile::kCodes + slot * Tile::kScales, scales_, rows * Tile::kRowScales, barrier);
+      const int rows = EXTRA ? kTileRows : min(p.rows - row_, kTileRows);  // none past the expert's last: it may be the tensor's
+      barrier_expect(barrier, Tile::kWhole ? rows * (Tile::kRowBytes + Tile::kRowScales) : Tile::kCodes + Tile::kScales);
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const uint32_t codes = shared_ + slot * Tile::kCodes + run * kRunRows * Tile::kPitch;
+        const uint32_t scales = shared_ + DEPTH * Tile::kCodes + slot * Tile::kScales + run * kRunRows * Tile::kScalePitch;
+        const int ahead = run * (EXTRA ? apart_ : 0);
+        if constexpr (Tile::kWhole) {
+          copy_run(codes, codes_ + static_cast<size_t>(ahead) * Tile::kRowBytes, rows / kRuns * Tile::kRowBytes, barrier);
+          copy_run(scales, scales_ + static_cast<size_t>(ahead) * Tile::kRowScales, rows / kRuns * Tile::kRowScales, barrier);
+        } else {  // what a box holds beyond the tensor are zeros; beyond the expert, the next one's rows
+          const int from = first_row_ + row_ + ahead;
+          copy_box(codes, &maps_.codes, barrier, 0, from);
+          if (Tile::kParts == 2) copy_box(codes + kTileRows * Tile::kPitch, &maps_.codes, barrier, Tile::kRowUnits, from);
+          copy_box(scales, &maps_.scales, barrier, 0, from);
+        }
+      }
+    } else {
+      barrier_arrive(barrier);
     }
-    codes_ += Tile::kCodes;
-    scales_ += Tile::kScales;
-    row_ += kTileRows;
-    if (--left_ == 0 && cursor_.valid()) open(p, cursor_.next(p));
+    const int step = EXTRA ? step_ : kTileRows;
+    row_ += step;
+    if (Tile::kWhole) {
+      codes_ += step * Tile::kRowBytes;
+      scales_ += step * Tile::kRowScales;
+    }
+    if (--left_ == 0 && cursor_.valid()) open(p, cursor_.next(p, EXTRA));
   }
 
  private:
   __device__ __forceinline__ void open(const Params& p, const Segment& s) {
     left_ = s.tiles;
-    row_ = s.tile * kTileRows;
-    const size_t row = static_cast<size_t>(s.expert) * p.rows + row_;
+    row_ = s.tile * (EXTRA ? step_ : kTileRows);
+    first_row_ = s.expert * p.rows;
+    const size_t row = static_cast<size_t>(first_row_) + row_;
     codes_ = p.codes + row * Tile::kRowBytes;
     scales_ = p.block_scales + row * Tile::kRowScales;
   }
 
   SegmentCursor cursor_;
+  const TensorMaps& maps_;
   const uint32_t shared_, full_;
-  int left_ = 0, row_ = 0;  // tiles of this segment still to fetch; the next one's first row in its expert
-  const uint8_t *codes_ = nullptr, *scales_ = nullptr;
+  const int apart_, step_;                // EXTRA: rows from run to run of a tile, and from tile to tile
+  int left_ = 0, row_ = 0;                // tiles of this segment still to fetch; the next one's first row in its expert
+  int first_row_ = 0;                     // of that expert among the rows of all
+  const uint8_t *codes_ = nullptr, *scales_ = nullptr;  // of the tile, where no box is made
 };
 
-// Where a lane of that warp puts a segment's sums: one row each time, of up to two tokens.
-struct SplitOutputs {
-  int64_t row_zero[2];  // the token's first output; -1: no such token
-  float scale, weight[2];
-
-  __device__ __forceinline__ SplitOutputs(const Params& p, const Segment& s, int token0, int token1) {
-    scale = p.global_scale * (p.global_scales != nullptr ? __ldg(p.global_scales + s.expert) : 1.0f);
-    if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
-    const int tokens[2] = {token0, token1};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool present = tokens[i] >= 0 && tokens[i] < s.tokens;
-      const int number = !present ? -1 : tokens[i] == 0 ? s.first_number : __ldg(p.slots + s.first_slot + tokens[i]);
-      row_zero[i] = present ? static_cast<int64_t>(number) * p.rows : -1;
-      weight[i] = present && p.slot_weights != nullptr ? __ldg(p.slot_weights + number) : 1.0f;
-    }
-  }
-
-  __device__ __forceinline__ void store(const Params& p, int which, int row, float v) const {
-    if (row_zero[which] < 0 || row >= p.rows) return;
-    v = v * scale * weight[which];
-    if (p.output_is_float) {
-      static_cast<float*>(p.y)[row_zero[which] + row] = v;
-    } else {
-      static_cast<__nv_bfloat16*>(p.y)[row_zero[which] + row] = __float2bfloat16(v);
-    }
-  }
-};
-
+// EXTRA: with a bias, a gated activation, or a start before the kernel before has ended; rows are a multiple of 16.
 // Block: (32, 1, WARPS + 1); grid: (1, blocks).
-template <Format FORMAT, int WARPS, int DEPTH>
-__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
-    w4a16_split_kernel(const __grid_constant__ Params p) {
+template <Format FORMAT, int STEPS, int WARPS, int DEPTH, bool EXTRA>
+__global__ void __launch_bounds__((WARPS + 1) * 32, WARPS <= 8 ? 2 : 1)
+    w4a16_split_kernel(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
 #if __CUDA_ARCH__ >= 900
-  using Tile = SplitTile<FORMAT, WARPS>;
+  using Tile = SplitTile<FORMAT, STEPS, WARPS>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x, warp = __shfl_sync(~0u, threadIdx.z, 0);
   const uint32_t full = shared_address(memory) + DEPTH * Tile::kSlotBytes;
   if (warp == 0 && elect_one()) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) barrier_init(full + i * 8, 1);
+    for (int i = 0; i < DEPTH; ++i) barrier_init(full + i * 8, 32);
     barrier_init_fence();
   }
+  if (!Tile::kWhole && warp == WARPS && lane < 2) prefetch_map(lane == 0 ? &maps.codes : &maps.scales);
   __syncthreads();
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const int entries = __ldg(p.tile_count);
-  const int4 guess = __ldg(p.tiles + min(lane, p.max_tiles - 1));  // with the count, not after it
-  SegmentCursor cursor(p, entries);
+  const auto wait = [] {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  };
+  SegmentCursor cursor(p, p.max_tiles);  // as if no two slots shared an expert: while the kernel before still runs
+  if (warp == WARPS && lane * 8 <= p.max_tiles) prefetch_to_l2(p.tile_count + lane * 32);
+  const bool settled = EXTRA && p.settled;
+  if (!settled) wait();
+  const int entries = load_fresh(settled, p.tile_count);
+  const int4 guess = load_fresh(settled, p.tiles + min(lane, p.max_tiles - 1));  // with the count, not after it
+  if (entries != p.max_tiles) cursor = SegmentCursor(p, entries);
+  if (settled && (warp < WARPS || !cursor.valid())) wait();
   if (cursor.valid()) {
     Segment segment;
     if (cursor.entry < 32) {
@@ -182,7 +201,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
       segment = cursor.next(p, make_int4(__shfl_sync(~0u, guess.x, from), __shfl_sync(~0u, guess.y, from),
                                          __shfl_sync(~0u, guess.z, from), __shfl_sync(~0u, guess.w, from)));
     } else {
-      segment = cursor.next(p);
+      segment = cursor.next(p, EXTRA);
     }
     int slot = 0;
     uint32_t parity = 0;
@@ -190,26 +209,26 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #pragma unroll 1
       for (;;) {
         if (segment.tokens <= 2) {
-          split_consume<FORMAT, WARPS, DEPTH, 1>(p, segment, memory, full, warp, lane, slot, parity);
+          split_consume<FORMAT, STEPS, WARPS, DEPTH, 1, EXTRA>(p, segment, memory, full, warp, lane, slot, parity);
         } else {
-          split_consume<FORMAT, WARPS, DEPTH, 2>(p, segment, memory, full, warp, lane, slot, parity);
+          split_consume<FORMAT, STEPS, WARPS, DEPTH, 2, EXTRA>(p, segment, memory, full, warp, lane, slot, parity);
         }
         if (!cursor.valid()) break;
-        segment = cursor.next(p);
+        segment = cursor.next(p, EXTRA);
       }
     } else {
-      const int g = lane >> 2, q = lane & 3;
-      SplitSupply<FORMAT, WARPS, DEPTH> supply(p, cursor, segment, shared_address(memory), full);
+      const int q = lane & 3;
+      SplitSupply<FORMAT, STEPS, WARPS, DEPTH, EXTRA> supply(p, cursor, segment, shared_address(memory), full, maps);
 #pragma unroll 1
       for (int i = 0; i < DEPTH; ++i) supply.fetch(p, i);
+      if (settled) wait();
       const float4* const parts = reinterpret_cast<const float4*>(memory + DEPTH * (Tile::kCodes + Tile::kScales)) + lane;
 #pragma unroll 1
       for (;;) {
         const bool few = segment.tokens <= 2;
-        const SplitOutputs out(p, segment, few ? q & 1 : 2 * (q & 1), few ? -1 : 2 * (q & 1) + 1);
-        int row = segment.tile * kTileRows + g + (q >> 1) * 8;
+        SplitOutputs<EXTRA> out(p, segment, few ? q & 1 : 2 * (q & 1), few ? -1 : 2 * (q & 1) + 1, lane);
 #pragma unroll 1
-        for (int tile = 0; tile < segment.tiles; ++tile, row += kTileRows) {
+        for (int tile = 0; tile < segment.tiles; ++tile) {
           named_wait(slot + 1, (WARPS + 1) * 32);
           float4 part[WARPS];
 #pragma unroll
@@ -229,15 +248,16 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
           if (few) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += __shfl_xor_sync(~0u, v[i], 1);
-            out.store(p, 0, row, q < 2 ? (q == 0 ? v[0] : v[1]) : (q == 2 ? v[2] : v[3]));
+            out.store(p, 0, q < 2 ? (q == 0 ? v[0] : v[1]) : (q == 2 ? v[2] : v[3]));
           } else {
-            out.store(p, 0, row, q < 2 ? v[0] : v[2]);
-            out.store(p, 1, row, q < 2 ? v[1] : v[3]);
+            out.store(p, 0, q < 2 ? v[0] : v[2]);
+            out.store(p, 1, q < 2 ? v[1] : v[3]);
           }
+          out.next_tile(p);
           if (++slot == DEPTH) slot = 0;
         }
         if (!cursor.valid()) break;
-        segment = cursor.next(p);
+        segment = cursor.next(p, EXTRA);
       }
     }
   }

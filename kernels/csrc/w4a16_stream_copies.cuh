@@ -63,7 +63,10 @@ struct SegmentCursor {
     tile = begin - entry * p.row_groups;
   }
   __device__ __forceinline__ bool valid() const { return left > 0; }
-  __device__ __forceinline__ Segment next(const Params& p) { return next(p, __ldg(p.tiles + entry)); }
+  // early: it may be before the kernel before has ended.
+  __device__ __forceinline__ Segment next(const Params& p, bool early = false) {
+    return next(p, load_fresh(early && p.settled, p.tiles + entry));
+  }
   __device__ __forceinline__ Segment next(const Params& p, const int4& of) {
     const Segment s = {of.x, of.y, of.z, of.w, tile, min(left, p.row_groups - tile)};
     left -= s.tiles;

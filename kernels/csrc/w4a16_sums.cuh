@@ -69,10 +69,11 @@ __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit,
 
 // Outputs of slots whose expert does not exist are NaN: visible, where an old buffer's numbers would not be.
 __device__ __forceinline__ void poison_unrouted(const Params& p) {
+  const int width = p.gating == Gating::kNone ? p.rows : p.rows / 2;
   const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x, threads = blockDim.y * blockDim.z * 32;
   for (int i = __ldg(p.tile_count + 1) + blockIdx.y; i < p.slot_count; i += gridDim.y) {
-    const size_t base = static_cast<size_t>(__ldg(p.slots + i)) * p.rows;
-    for (int row = thread; row < p.rows; row += threads) {
+    const size_t base = static_cast<size_t>(__ldg(p.slots + i)) * width;
+    for (int row = thread; row < width; row += threads) {
       if (p.output_is_float) {
         static_cast<float*>(p.y)[base + row] = __uint_as_float(0x7FC00000u);
       } else {

@@ -29,6 +29,8 @@ __device__ __forceinline__ int quotient(int a, int b) {
 enum class Format { kNvfp4, kMxfp4 };
 enum class ScaleMode { kGroupColumns, kScaleFirst, kScaleAfter, kBf16 };
 
+enum class Gating { kNone, kHalves, kInterleaved };  // gate rows 0 .. N/2-1 and up rows N/2 .., or in turns
+
 // How rows of block scales are aligned in memory, i.e. what K allows.
 enum class Alignment {
   kScale16,  // block scale rows are multiples of 16 bytes
@@ -71,7 +73,19 @@ struct Params {
   int stream_scales_offset;          // streams: the ring of block scales
   int barriers_offset;               // streams: one barrier per stage, [warp][stage]; dense: one, for the cluster's sums
   int constant_weights;              // they may be fetched before the previous kernel has finished
+  // w4a16_split.cuh only
+  int settled;                 // routing and weights are older than the kernel before this one, and may be read while it runs
+  Gating gating;               // then y is [slots][rows / 2]
+  const __nv_bfloat16* bias;   // [experts][rows]; null: none
+  float limit, alpha;          // of the gate; limit 0: none
 };
+
+// What earlier kernels wrote. A block that starts before the last of them has ended reads past L1, which may hold what stood
+// there before; else through it: past L1 all warps of all blocks queue at the same L2 lines.
+template <class T>
+__device__ __forceinline__ T load_fresh(bool early, const T* at) {
+  return early ? __ldcg(at) : __ldg(at);
+}
 
 constexpr int kRoutingHeader = 4;  // ints: tiles, routed slots, 0, 0
 

@@ -524,6 +524,13 @@ def sanitize():
                 routing = route(ids, 5)
                 y = torch.empty(m, 2, n, device=DEVICE, dtype=torch.bfloat16)
                 rc = run(call_of(fmt, x, codes, scales, y, 1.0, cfg, slots=10, routing=routing.data_ptr()))
+                for gating in (1, 2) if stream_kernel == 2 and rc == 0 else ():
+                    codes, scales = random_weight(fmt, 48, k, experts=5)
+                    bias = torch.randn(5, 48, device=DEVICE).bfloat16()
+                    fused = dict(gating=gating, alpha=1.0, bias=bias.data_ptr(), early_start=1, settled=1)
+                    y = torch.empty(m, 2, 24, device=DEVICE, dtype=torch.bfloat16)
+                    given = cfg | fused | dict(slots=10, routing=routing.data_ptr())
+                    rc = rc or run(call_of(fmt, x, codes, scales, y, 1.0, given))
             else:
                 continue
             torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels import bounds, reference
-from requant.kernels.availability import gpu
+from requant.kernels.availability import KernelUnavailableError, gpu
 from requant.kernels.dispatch import Path, PathState, paths
 from requant.kernels.formats import E4M3_VALUES, E8M0_VALUES, MARLIN_POW2_MIN, NumberFormat, PackedTensor
 from requant.manifests.schema import KernelsGate
@@ -77,6 +77,8 @@ class _Found:
     layers: int = 0
     marlin_worst: float = 0.0
     chips: dict[Path, str] = field(default_factory=dict[Path, str])
+    refused: dict[Path, str] = field(default_factory=dict[Path, str])
+    broken: set[Path] = field(default_factory=set[Path])
 
 
 def check_kernels(
@@ -90,8 +92,9 @@ def check_kernels(
     """Run every path that this machine has on the FP4 weights of `output`.
 
     activations: a safetensors file with one tensor [tokens, K] per module, by the module's name. `not run` where the
-    folder has no FP4 weight, or the gate asks for a GPU and there is none: then the CPU path runs all the same, and may
-    fail it. Never raises for what the folder holds.
+    folder has no FP4 weight, or the gate asks for a GPU and no GPU path (emulation aside) has computed anything: then
+    the CPU path runs all the same, and may fail it. A path that breaks off fails it. Never raises for what the folder
+    holds.
     """
     started = time.perf_counter()
     gate = gate or KernelsGate()
@@ -124,6 +127,9 @@ def check_kernels(
         if progress is not None:
             progress(index + 1, steps)
     _judge(seen, gate, found)
+    if gate.device == "cuda" and not lacking and not any(p.on_gpu and p is not Path.W4A4_EMULATED for p in seen.worst):
+        whys = "; ".join(f"{path}: {why}" for path, why in seen.refused.items())
+        lacking = f"the gate asks for a GPU, and no GPU path computed anything ({whys or 'none was tried'})"
     device = next((chip for path, chip in seen.chips.items() if path.on_gpu), "")
     status, reason = status_of(found.findings()), _reason(seen, sample, everything, found)
     if lacking and status is Status.PASSED:  # what the CPU path found wrong is wrong; what it found right is not enough
@@ -139,6 +145,7 @@ def check_kernels(
             "layers_of_experts": {"checked": seen.layers, "experts_of_each": _EXPERTS},
             "captured": captured.note(),
             "max_rel_error": gate.max_rel_error,
+            "refused": {path.value: why for path, why in seen.refused.items()},
             "worst": {path.value: _finite(error) for path, error in seen.worst.items()},
             "marlin": _marlin_json(seen),
             "columns": list(COLUMNS),
@@ -234,13 +241,24 @@ def _check_experts(
 def _check(name: str, subject: Subject, wanted: Sequence[Path], seen: _Found, found: Collector) -> None:
     """One product by every path, into the rows; what is beyond the bound into the findings."""
     n, k, m, fmt = *subject.packed.codes.shape, subject.x.shape[0], subject.packed.format
-    for path in wanted:
+    for path in (path for path in wanted if path not in seen.broken):
         try:
             made = subject.measure(path)
+        except KernelUnavailableError as error:
+            seen.refused.setdefault(path, _first_line(error))
+            continue
         except ValueError as error:
             found.error("operand-refused", f"{path}: {error}", where=name, hint="convert again")
             continue
-        if made is None:
+        except (MemoryError, RuntimeError) as error:  # a launch or an allocation; after one the GPU may be lost
+            seen.broken.add(path)
+            message = f"{path}, {subject.name} activations, M = {m}: {type(error).__name__}: {_first_line(error)}"
+            found.error(
+                "broke-off",
+                message,
+                where=name,
+                hint="it was not tried again; see `requant doctor`, and the memory that is free",
+            )
             continue
         seen.chips[path] = made.chip
         seen.worst[path] = max(seen.worst.get(path, 0.0), made.relative)
@@ -278,6 +296,9 @@ def _judge(seen: _Found, gate: KernelsGate, found: Collector) -> None:
         if not error <= gate.max_rel_error:
             message = f"{path}: relative error {error:.3g}, the gate allows {gate.max_rel_error:.3g}"
             found.error("rel-error", message, hint="see the rows of this path in the JSON report")
+    for path in [path for path in seen.refused if path not in seen.worst]:
+        message = f"{path} runs on this machine, and took none of these weights: {seen.refused[path]}"
+        found.warning("path-refused", message, hint="nothing is known of this path on this checkpoint")
     if seen.flushed:
         message = (
             f"Marlin would flush {seen.flushed:,} of {seen.blocks:,} block scales, in {seen.flushed_weights} of the "
@@ -303,6 +324,10 @@ def _marlin_json(seen: _Found) -> Mapping[str, JSON]:
         "matrices": seen.flushed_weights,
         "worst_rel_error": seen.marlin_worst,
     }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _finite(value: float) -> float | str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from requant.kernels import bounds
-from requant.kernels.availability import KernelUnavailableError
 from requant.kernels.dispatch import Path
 from requant.kernels.formats import PackedTensor
 from requant.kernels.matmul import decode, grouped_matmul, matmul, stack
@@ -71,12 +70,10 @@ class Subject(ABC):
         self.input_scale = input_scale
         self._made: dict[str, tuple[Floats, Floats]] = {}
 
-    def measure(self, path: Path) -> Measured | None:
-        """None where the path runs here but does not take this shape. ValueError for operands that it refuses."""
-        try:
-            y, chip = self._multiply(path)
-        except KernelUnavailableError:
-            return None
+    def measure(self, path: Path) -> Measured:
+        """KernelUnavailableError where the path does not take this shape or cannot be built, ValueError for operands
+        that it refuses."""
+        y, chip = self._multiply(path)
         product, terms = self._of(path)
         rounding = bounds.relative_error(product, self._of(None)[0]) if path.rounds_activations else None
         return Measured(bounds.relative_error(y, product), bounds.excess(y, product, terms), rounding, chip)

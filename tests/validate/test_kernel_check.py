@@ -104,6 +104,66 @@ def test_a_gate_for_a_gpu_fails_here_by_what_the_cpu_path_finds(monkeypatch):
     assert {finding.rule for finding in result.errors} == {"beyond-bound", "rel-error"}
 
 
+def pretended(monkeypatch, fails, *more):
+    """A GPU path that is said to run and fails, beside the CPU path."""
+    runs = availability.Availability(availability.State.RUNS, "pretended")
+    states = [dispatch.PathState(path, runs) for path in (dispatch.Path.W4A16, *more, dispatch.Path.CPU)]
+    monkeypatch.setattr(kernel_check, "paths", lambda: tuple(states))
+    right, tried = kernel_measure.Dense._multiply, []
+
+    def multiply(subject, path):
+        if path is dispatch.Path.W4A16:
+            tried.append(subject.name)
+            raise fails
+        on_cpu = right(subject, dispatch.Path.CPU)
+        return (on_cpu[0], "Card") if path.on_gpu else on_cpu
+
+    monkeypatch.setattr(kernel_measure.Dense, "_multiply", multiply)
+    return tried
+
+
+def test_a_gpu_path_that_cannot_be_built_is_no_pass_and_its_reason_is_told(monkeypatch):
+    pretended(monkeypatch, availability.KernelUnavailableError("nvcc failed (exit 1): nvcc x.cu\nmore"))
+    asked = check_kernels(LLAMA, KernelsGate(device="cuda", modules=2))
+    assert (asked.status, asked.device) == (Status.NOT_RUN, "cpu")
+    assert asked.reason.startswith(
+        "the gate asks for a GPU, and no GPU path computed anything (w4a16: nvcc failed (exit 1): nvcc x.cu); the CPU"
+    )
+    anywhere = check_kernels(LLAMA, KernelsGate(modules=2))
+    assert anywhere.status is Status.PASSED
+    assert anywhere.data["refused"] == {"w4a16": "nvcc failed (exit 1): nvcc x.cu"}
+    (said,) = [f for f in anywhere.findings if f.rule == "path-refused"]
+    assert said.severity == "warning"
+    assert said.message.startswith("w4a16 runs on this machine, and took none of these weights: nvcc failed")
+
+
+def test_emulation_alone_does_not_pass_a_gate_for_a_gpu(monkeypatch):
+    refused = availability.KernelUnavailableError("no nvcc")
+    pretended(monkeypatch, refused, dispatch.Path.W4A4_EMULATED)
+    monkeypatch.setattr(dispatch.Path, "rounds_activations", property(lambda path: False))  # played by the CPU path
+    result = check_kernels(LLAMA, KernelsGate(device="cuda", modules=2))
+    assert result.status is Status.NOT_RUN
+    assert {row["path"] for row in rows(result)} == {"cpu", "w4a4-emulated"}
+    pretended(monkeypatch, refused, dispatch.Path.W4A4_EMULATED, dispatch.Path.W4A16_TRITON)
+    result = check_kernels(LLAMA, KernelsGate(device="cuda", modules=2))
+    assert (result.status, result.device) == (Status.PASSED, "cuda:0 Card")
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory.\nmore"), RuntimeError("CUDA error: 700")]
+)
+def test_a_path_that_breaks_off_fails_and_is_not_tried_again(monkeypatch, error):
+    tried = pretended(monkeypatch, error)
+    result = check_kernels(LLAMA, KernelsGate(modules=3))
+    assert result.status is Status.FAILED
+    assert tried == ["random"]
+    (said,) = [f for f in result.errors if f.rule == "broke-off"]
+    first = str(error).splitlines()[0]
+    assert said.message == f"w4a16, random activations, M = 1: {type(error).__name__}: {first}"
+    assert {row["path"] for row in rows(result)} == {"cpu"}
+    assert len(rows(result)) == 9, "the other paths go on"
+
+
 def test_a_folder_without_fp4_is_not_run():
     result = check_kernels(GOLDENS / "_src_llama_bf16", None)
     assert (result.status, result.reason) == (Status.NOT_RUN, "the checkpoint holds no FP4 weight")

@@ -16,7 +16,7 @@ from requant.validate.collector import Collector
 from requant.validate.fp4_weights import Shape, layers_of, packed_weights, read_packed, shapes_of
 from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import open_folder
-from requant.validate.results import Status
+from requant.validate.results import Finding, Status
 from requant.validate.roofline import Ceilings
 from requant.validate.speed import check_speed
 from requant.validate.speed_bench import Bench, Point, bench_kernels
@@ -200,6 +200,16 @@ def test_wrong_outputs_fail_the_gate(no_gpu, monkeypatch):
     assert (result.status, result.reason) == (Status.FAILED, "1 of 4 timed outputs are wrong")
     assert result.findings[0].rule == "beyond-bound"
     json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_what_was_found_wrong_fails_whatever_else_could_not_be_measured(no_gpu, monkeypatch):
+    def model_part(output, source, gate, bench, data, findings, progress):
+        findings.append(Finding("reference-differs", "error", "off by 0.3 of the logits' size", where="converted"))
+        return "min_speedup needs source: it broke off"
+
+    monkeypatch.setattr(speed, "_model_part", model_part)
+    result = check_speed(LLAMA, SpeedGate(device="cpu", concurrency=(1,), requests=(1,)))
+    assert (result.status, result.reason) == (Status.FAILED, "off by 0.3 of the logits' size")
 
 
 # --- tables and plot, from a made-up run on a GPU --------------------------------------------------------------------

@@ -59,7 +59,6 @@ OpenBar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
 _VERSION: Final = 1
 _EXPERT: Final = re.compile(r"^(?P<parent>.*\bexperts)\.\d+\.(?P<leaf>.+)$")
-_STACK: Final = re.compile(r"^(?P<parent>.*\bexperts)\.(?P<leaf>gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,11 @@ def bench(
         if missing:
             typer.echo(f"no plot: {missing}", err=True)
     if result.wrong:
-        raise NotSignedOffError(f"{len(result.wrong)} timed outputs are beyond their bound", where=str(folder))
+        raise NotSignedOffError(
+            f"{len(result.wrong)} timed outputs are beyond their bound",
+            where=str(folder),
+            hint=f"those with `of bound` above 1; `requant validate {folder} --only kernels` judges each path",
+        )
 
 
 @app.command()

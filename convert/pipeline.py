@@ -420,6 +420,3 @@ def summarize(plan: Plan, result: RunResult) -> dict[str, Any]:
         if counts.get("lossy") or counts.get("shifted") or counts.get("below_marlin"):
             notable.append({key: value for key, value in counts.items() if key not in ("unit", "synced")})
     return {**totals, "notable": notable[:1000], "notable_total": len(notable)}
-
-
-Reporter = Callable[[str], None]

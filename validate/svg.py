@@ -284,12 +284,12 @@ def _number(value: float) -> str:
 
 
 def _short(number: int, digits: int = 3) -> str:
-    """With a unit and so many significant digits; neighbouring bars have room for two."""
+    """With a unit and so many significant digits (neighbouring bars have room for two); under 1000 as it is."""
+    if number < 1000:
+        return str(number)
     rounded = int(float(f"{number:.{digits}g}"))
-    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if rounded >= size:
-            return f"{rounded / size:g}{unit}"
-    return str(rounded)
+    size, unit = next((size, unit) for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")) if rounded >= size)
+    return f"{rounded / size:g}{unit}"
 
 
 def _power(exponent: int) -> str:

@@ -135,11 +135,6 @@ class Chromium:
         colours = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", media=kind, features=[colours])
 
-    def screenshot(self, path):
-        """The whole page as a PNG file."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def pdf(self, path):
         """The page as it prints."""
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))

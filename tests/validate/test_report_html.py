@@ -205,6 +205,6 @@ def test_a_module_has_its_place_in_the_map(module: str, place: tuple[str, str]) 
 def test_numbers_over_neighbouring_bars_have_two_digits() -> None:
     from requant.validate.svg import histogram
 
-    chart = histogram(["1", "2", "3", "4"], [879_412, 2_710_000, 999_999, 7], [], "t", "x")
+    chart = histogram(["1", "2", "3", "4", "5"], [879_412, 2_710_000, 999_999, 7, 345], [], "t", "x")
     texts = re.findall(r'class="small">([^<]*)<', str(chart))
-    assert texts == ["880k", "2.7M", "1M", "7"]
+    assert texts == ["880k", "2.7M", "1M", "7", "345"]

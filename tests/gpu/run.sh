@@ -24,7 +24,11 @@
 set -uo pipefail
 out=$1 commit=$2 work=${3:-$(mktemp -d)}
 failures=0 beside=()
-steps=" ${STEPS:-doctor sanitize quantizers convert deepseek-v4 gpt-oss w4a4 speed model tests} "
+all=" doctor sanitize quantizers convert deepseek-v4 gpt-oss w4a4 speed model tests "
+steps=" ${STEPS:-$all} "
+for name in $steps; do
+  [[ $all == *" $name "* ]] || { echo "STEPS: no step is called $name; there are:$all" >&2; exit 2; }
+done
 mkdir -p "$out" "$work"
 requant() { python3 -P -m requant.convert.cli "$@"; } # -P: the folder `convert` here is not the package
 

@@ -16,13 +16,14 @@ table=$1 commit=$2 logs=${3:-$(mktemp -d)}
 bin=${BIN:-$logs} cuda=${CUDA_HOME:-/usr/local/cuda}/bin
 sanitizer=$(command -v compute-sanitizer || echo "$cuda/compute-sanitizer")
 mkdir -p "$logs" "$bin"
+rm -f "$logs"/[0-9][0-9].md "$logs"/*-not-clean # of an earlier run
 arch=$(python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 [ "$arch" -lt 90 ] || arch=${arch}a
 compile() { "$cuda/nvcc" -std=c++17 -O3 -lineinfo -gencode "arch=compute_$arch,code=sm_$arch" -Ikernels/csrc "$@"; }
 
 # --- what is to be run -----------------------------------------------------------------------------------------------
 for name in w4a4_sanitize quantize_sanitize; do
-  [ -x "$bin/$name" ] || compile "tests/kernels/$name.cu" -o "$bin/$name" &
+  { [ -n "${BIN:-}" ] && [ -x "$bin/$name" ]; } || compile "tests/kernels/$name.cu" -o "$bin/$name" &
 done
 if [ -z "${REQUANT_W4A16_LIBRARY:-}" ]; then
   export REQUANT_W4A16_LIBRARY=$logs/w4a16.so
@@ -85,9 +86,11 @@ wait
   echo
   echo "| kernels | tool | result | the program's last word | took | command, under \`compute-sanitizer --tool\` |"
   echo "|---|---|---|---|--:|---|"
-  cat "$logs"/[0-9][0-9].md
+  find "$logs" -name "[0-9][0-9].md" | sort | xargs -r cat
 } >"$table"
-failures=$(find "$logs" -name "*-not-clean" | wc -l)
+# A run without a row is not clean either, nor are no runs at all.
+failures=$(($(find "$logs" -name "*-not-clean" | wc -l) + number - $(find "$logs" -name "[0-9][0-9].md" | wc -l)))
+[ "$number" -gt 0 ] || { echo "ONLY='$ONLY' names no run"; failures=1; }
 cat "$table"
 echo "not clean: $failures"
 exit "$failures"

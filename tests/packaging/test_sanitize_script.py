@@ -28,22 +28,45 @@ exit ${status:-0}
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="bash and GNU coreutils")
-def test_the_table_says_which_runs_are_clean(tmp_path):
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bash and GNU coreutils")
+
+
+@pytest.fixture
+def sanitize(tmp_path):
+    """Runs the script on the stand-ins; variables of the environment as keywords."""
     tools = {"python3": PYTHON, "compute-sanitizer": SANITIZER, "nvidia-smi": "#!/bin/bash\necho Card, 1.0\n"}
     tools |= {"w4a4_sanitize": PROGRAM, "quantize_sanitize": PROGRAM}
     for name, text in tools.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BIN": str(tmp_path), "LIMIT": "2"}
-    done = subprocess.run(
-        [ROOT / "tests/gpu/sanitize.sh", tmp_path / "table.md", "abc123", tmp_path / "logs"],
-        cwd=ROOT,
-        env=environment | {"REQUANT_W4A16_LIBRARY": "given.so"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment["REQUANT_W4A16_LIBRARY"] = "given.so"
+
+    def run(**more):
+        command = [ROOT / "tests/gpu/sanitize.sh", tmp_path / "table.md", "abc123", tmp_path / "logs"]
+        return subprocess.run(command, cwd=ROOT, env=environment | more, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_no_run_is_not_clean_and_an_earlier_runs_rows_are_not_its_own(sanitize, tmp_path):
+    assert sanitize(ONLY="quantize_sanitize").stdout.endswith("not clean: 1\n")
+    good = sanitize(ONLY="racecheck.*quantize_sanitize")
+    assert (good.returncode, (tmp_path / "table.md").read_text().count("quantize_sanitize")) == (0, 1), good.stdout
+    none = sanitize(ONLY="quantise")
+    assert (none.returncode, none.stdout.splitlines()[0]) == (1, "ONLY='quantise' names no run")
+    assert "quantize_sanitize" not in (tmp_path / "table.md").read_text()
+
+
+def test_a_run_that_leaves_no_row_is_not_clean(sanitize, tmp_path):
+    (tmp_path / "grep").write_text("#!/bin/bash\nkill -9 $PPID\n")  # the shell that would write the row
+    (tmp_path / "grep").chmod(0o755)
+    done = sanitize(ONLY="racecheck.*quantize_sanitize")
+    assert (done.returncode, done.stdout.endswith("not clean: 1\n")) == (1, True), done.stdout
+
+
+def test_the_table_says_which_runs_are_clean(sanitize, tmp_path):
+    done = sanitize()
     table = (tmp_path / "table.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[6:]]
     results = {(row[1], row[5].strip("`")): (row[2], row[3]) for row in rows}

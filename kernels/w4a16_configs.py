@@ -182,11 +182,10 @@ def choose_grouped(
     """The configuration for a grouped GEMM: a stream where there is one, else blocks that each walk units of rows.
 
     A stream needs the bulk copy engine (SM90 on) and few tokens per expert on average (tile_tokens of
-    w4a16_library.py): it passes over an expert's weights once for every four of them. csrc/w4a16_split.cuh, where K is
-    one of SPLITS and an expert's block scales are whole 16-byte pieces, was measured from 5 tiles a multiprocessor on.
-    Else csrc/w4a16_stream.cuh: below 16 tiles a multiprocessor its start costs more than it saves; from 128 on, two
-    row tiles per warp beat more warps. The
-    limits are those of a sweep on an H200.
+    w4a16_library.py): it passes over an expert's weights once for every four of them. First csrc/w4a16_split.cuh, where
+    K is one of SPLITS and an expert's block scales are whole 16-byte pieces; it was measured from 5 tiles a
+    multiprocessor on. Else csrc/w4a16_stream.cuh: below 16 tiles a multiprocessor its start costs more than it saves;
+    from 128 on, two row tiles per warp beat more warps. The limits are those of sweeps on an H200.
     """
     at, tiles = alignment(fmt, k), slots * row_groups(n, TILE_ROWS)
     split = SPLITS.get(k)

@@ -10,6 +10,7 @@ namespace requant {
 // the copy engine that are wider than the row. A box holds 2048 bytes of a row at most, so long rows come in two parts.
 template <Format FORMAT, int STEPS, int WARPS>
 struct SplitTile {
+  static_assert(STEPS == 3 || STEPS == 4);  // SplitLane and SplitScales know no other
   static constexpr int kSliceK = 64 * STEPS, kSliceBytes = kSliceK / 2, kSliceScales = kSliceK / FormatTraits<FORMAT>::kGroup;
   static constexpr int kK = kSliceK * WARPS, kRowBytes = kSliceBytes * WARPS, kRowScales = kSliceScales * WARPS;
   static constexpr bool kWhole = kRowBytes % 64 == 32;  // a tile is one run of bytes
@@ -127,15 +128,15 @@ struct SplitScales {
       two(b.x, high[0], high[1]);
       if constexpr (kGroups == 3) {
         two(__byte_perm(a.x, b.x, 0x0062), low[2], high[2]);
-      } else if constexpr (kGroups > 2) {
+      } else {
         two(a.x >> 16, low[2], low[3]);
         two(b.x >> 16, high[2], high[3]);
       }
-      if constexpr (kGroups > 4) {
+      if constexpr (SPAN == 2) {
         two(a.y, low[4], low[5]);
         two(b.y, high[4], high[5]);
       }
-      if constexpr (kGroups > 6) {
+      if constexpr (kGroups == 8) {
         two(a.y >> 16, low[6], low[7]);
         two(b.y >> 16, high[6], high[7]);
       }
@@ -147,13 +148,11 @@ struct SplitScales {
     if constexpr (STEPS == 3) {
       const uint32_t a = *reinterpret_cast<const uint32_t*>(row + first), b = *reinterpret_cast<const uint32_t*>(row + second);
       return make_uint2(__funnelshift_r(a, b, order), b >> order);
-    } else if constexpr (kGroups == 8) {
-      const uint2 a = *reinterpret_cast<const uint2*>(row + first);
-      return make_uint2(__byte_perm(a.x, 0, order), __byte_perm(a.y, 0, order));
-    } else if constexpr (kGroups == 4) {
+    } else if constexpr (SPAN == 1) {
       return make_uint2(__byte_perm(*reinterpret_cast<const uint32_t*>(row + first), 0, order), 0);
     } else {
-      return make_uint2(__byte_perm(*reinterpret_cast<const uint16_t*>(row + first), 0, order), 0);
+      const uint2 a = *reinterpret_cast<const uint2*>(row + first);
+      return make_uint2(__byte_perm(a.x, 0, order), __byte_perm(a.y, 0, order));
     }
   }
 
@@ -168,7 +167,7 @@ struct SplitScales {
       to[0] = decode_e8m0(row[first]);
       to[2] = decode_e8m0(row[first + 1]);
       to[1] = order ? to[2] : to[0];
-    } else if constexpr (kGroups == 4 && SPAN == 1) {
+    } else if constexpr (SPAN == 1) {
       to[0] = to[1] = decode_e8m0(row[first + order]);
       to[2] = to[3] = decode_e8m0(row[first + 1 - order]);
     } else {

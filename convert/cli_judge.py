@@ -116,8 +116,9 @@ def bench(
     """Time the FP4 kernels on a checkpoint's own shapes, or (--endpoint, --launch) a server that has it loaded."""
     log_to(verbose, None)
     if endpoint is not None or launch is not None:
-        from requant.validate.serving import ANSWER, QUESTION, Server, numbers_in
+        from requant.validate.serving import numbers_in
         from requant.validate.serving_load import Load
+        from requant.validate.serving_run import ANSWER, QUESTION, Server
 
         asked = (QUESTION if question is None else question, ANSWER if answer is None else answer)
         one = Server(folder, endpoint, launch, label, model, timeout, *asked, server, flags, card)

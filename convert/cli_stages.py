@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from requant.convert.stream import MakeJudge
     from requant.convert.uploads import Uploader
     from requant.manifests.schema import Manifest
-    from requant.validate.serving import Run, Server
     from requant.validate.serving_load import Load
+    from requant.validate.serving_run import Run, Server
     from requant.validate.verdict import SignOff
 
 __all__ = [

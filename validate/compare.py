@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from requant.manifests.errors import SourceError, UsageError
 from requant.validate.results import JSON
-from requant.validate.serving import RUN_KIND
+from requant.validate.serving_run import RUN_KIND
 from requant.validate.student import expanded
 
 __all__ = ["FIELDS", "Comparison", "Ratio", "compare_runs", "comparison_text", "load_run"]

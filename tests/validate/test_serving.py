@@ -6,19 +6,22 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from requant.manifests.errors import EnvironmentFault, NotSignedOffError, UsageError
 from requant.manifests.gates import ServingGate
-from requant.validate import serving, serving_load
+from requant.validate import serving, serving_load, serving_process
 from requant.validate.results import Status
-from requant.validate.serving import Server, check_serving, measure_server, numbers_in, run_text, write_run
+from requant.validate.serving import check_serving, measure_server, numbers_in, run_text, write_run
 from requant.validate.serving_client import Client, Refused, holds
 from requant.validate.serving_load import Load, LoadError, read_report
+from requant.validate.serving_run import Run, Server
 
 HERE = Path(__file__).parent
+CARD = serving_process._card
 REPORT = HERE.parent / "goldens" / "guidellm" / "report.json"
 
 
@@ -28,7 +31,7 @@ def load_program(monkeypatch):
     command = [sys.executable, str(HERE / "load_program.py")]
     monkeypatch.setattr(serving_load, "guidellm", lambda: command)
     monkeypatch.setattr(serving, "guidellm", lambda: command)
-    monkeypatch.setattr(serving, "_card", lambda: "a card")
+    monkeypatch.setattr(serving_process, "_card", lambda: "a card")
 
 
 def command(behaviour: str) -> str:
@@ -101,16 +104,16 @@ def test_a_server_that_never_becomes_healthy_is_given_up_in_time(tmp_path) -> No
 
 
 def test_a_server_that_ignores_sigterm_and_its_children_are_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(serving, "_STOP", 1.0)
+    monkeypatch.setattr(serving_process, "_STOP", 1.0)
     found: list[int] = []
-    text = serving._text
+    text = serving_process._text
 
     def spy(log: int) -> str:
         said = text(log)
         found[:] = [int(pid) for pid in re.findall(r"child (\d+)", said)]
         return said
 
-    monkeypatch.setattr(serving, "_text", spy)
+    monkeypatch.setattr(serving_process, "_text", spy)
     run = measure(tmp_path, "stubborn", (1,), (1,))
     assert run.complete
     assert len(found) == 1
@@ -138,7 +141,7 @@ def test_random_weights_need_no_answer(tmp_path) -> None:
 
 
 def test_an_endpoint_is_measured_and_left_running(tmp_path) -> None:
-    port = serving._free_port()
+    port = serving_process.free_port()
     process = subprocess.Popen(
         [sys.executable, str(HERE / "openai_server.py"), str(port), "sound"], stdout=subprocess.DEVNULL
     )
@@ -154,7 +157,7 @@ def test_an_endpoint_is_measured_and_left_running(tmp_path) -> None:
 
 
 def test_nothing_at_the_address_is_a_fault_of_the_environment(tmp_path) -> None:
-    server = Server(tmp_path, endpoint=f"http://127.0.0.1:{serving._free_port()}", timeout_s=1)
+    server = Server(tmp_path, endpoint=f"http://127.0.0.1:{serving_process.free_port()}", timeout_s=1)
     run = measure_server(server, Load(tmp_path), (1,), (1,))
     assert "did not become healthy within 1 s" in run.error
     assert isinstance(run.fault(), EnvironmentFault)
@@ -251,8 +254,6 @@ def test_a_server_whose_log_names_no_fp4_kernel_is_not_native(tmp_path, monkeypa
 
 
 def test_an_endpoints_card_is_what_the_manifest_says(tmp_path, monkeypatch) -> None:
-    from requant.validate.serving import Run
-
     seen = []
 
     def measured(server, *_arguments, **_options):
@@ -343,3 +344,19 @@ def test_an_answer_that_breaks_off_is_a_fault_of_the_server_and_no_crash(answer,
             client.takes_fixed_lengths()
         thread.join()
     assert error.value.status == status
+
+
+def test_the_last_words_of_a_long_log_are_its_last() -> None:
+    with tempfile.TemporaryFile() as log:
+        log.write(b"a line\n" * 800_000 + b"out of memory\n\ngood bye\n")
+        log.flush()
+        assert serving_process._last_words(log.fileno()) == "a line | out of memory | good bye"
+
+
+def test_a_driver_that_hangs_leaves_the_processor_as_the_card(monkeypatch) -> None:
+    def hangs(command, **_):
+        raise subprocess.TimeoutExpired(command, 30)
+
+    monkeypatch.setattr(serving_process.shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.setattr(serving_process.subprocess, "run", hangs)
+    assert "logical" in CARD()

@@ -126,7 +126,7 @@ def choose(
     fmt: NumberFormat, tokens: int, n: int, k: int, *, capability: tuple[int, int] = (9, 0), processors: int = 132
 ) -> Config | wgmma.WgmmaConfig:
     """The configuration for a dense layer with `tokens` <= 64 tokens, and with its type the kernel."""
-    if wgmma.applies(fmt, tokens, k, capability) and n <= wgmma.MAX_ROWS:
+    if wgmma.applies(fmt, tokens, k, capability):
         return wgmma.choose(fmt, tokens, n, k, processors=processors)
     width = width_for(tokens)
     if fmt is NumberFormat.NVFP4 and capability == (9, 0):

@@ -64,6 +64,8 @@ SOURCE_FILES: Final = (
     "hopper.cuh",
     "ptx.cuh",
 )
+WGMMA_ARCHITECTURE: Final = "90a"
+"""Where csrc/w4a16.cu needs no kernel of `mma.sync` for what w4a16_wgmma_configs.applies says."""
 ROUTING_HEADER: Final = 4
 """kRoutingHeader of w4a16_types.cuh."""
 STREAM_TOKENS: Final = 4
@@ -175,6 +177,8 @@ def build(arch: str) -> Path:
         out = Path(scratch) / "w4a16.so"
         gencode = f"arch=compute_{arch},code=sm_{arch}"
         flags = ["-std=c++17", "-O3", "-gencode", gencode, "-Xcompiler", "-fPIC", "-shared", "--threads", "0"]
+        if arch == WGMMA_ARCHITECTURE:
+            flags.append("-DREQUANT_WGMMA")
         run = subprocess.run(
             [nvcc, *flags, "-o", str(out), str(SOURCES / "w4a16.cu")], capture_output=True, text=True, check=False
         )

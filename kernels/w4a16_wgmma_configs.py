@@ -156,6 +156,8 @@ def _candidates(fmt: NumberFormat, width: int, n: int, k: int) -> Iterator[Wgmma
 @cache
 def choose(fmt: NumberFormat, tokens: int, n: int, k: int, *, processors: int = 132) -> WgmmaConfig:
     """The configuration for a dense layer with `tokens` <= 64 tokens: the table's, or the least estimated time."""
+    if n > MAX_ROWS:
+        raise ValueError(f"N is {n}: with {tokens} tokens it may be {MAX_ROWS} at most, what one grid covers")
     width = width_for(tokens)
     measured = H200_DENSE.get((n, k), {}).get(width)
     if measured is not None and fmt is NumberFormat.NVFP4:

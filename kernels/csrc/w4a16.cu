@@ -67,21 +67,33 @@ Variant variant() {
   variant<Format::kNvfp4, ALIGNMENT, 1, 1, 3, 384, 2>(), variant<Format::kNvfp4, ALIGNMENT, 1, 1, 4, 512, 1>(), \
       variant<Format::kNvfp4, ALIGNMENT, 2, 1, 4, 512, 1>()
 
-#define WIDTHS(FORMAT, ALIGNMENT, DEPTH)                                                                           \
+// Where wgmma takes all wider layers whose block scales start at words (w4a16_configs.py), REQUANT_WGMMA leaves them out.
+#ifdef REQUANT_WGMMA
+#define WIDE(FORMAT, ALIGNMENT, DEPTH)
+#else
+#define WIDE(FORMAT, ALIGNMENT, DEPTH) ALL_WIDE(FORMAT, ALIGNMENT, DEPTH)
+#endif
+
+#define ALL_WIDE(FORMAT, ALIGNMENT, DEPTH)                                                                 \
+  , variant<FORMAT, ALIGNMENT, 16, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 32, 1, DEPTH, 512, 1>(), \
+      variant<FORMAT, ALIGNMENT, 64, 1, DEPTH, 512, 1>()
+
+#define NARROW(FORMAT, ALIGNMENT, DEPTH)                                                                           \
   variant<FORMAT, ALIGNMENT, 0, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 1, 1, DEPTH, 512, 1>(),            \
       variant<FORMAT, ALIGNMENT, 2, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 4, 1, DEPTH, 512, 1>(),        \
-      variant<FORMAT, ALIGNMENT, 8, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 16, 1, DEPTH, 512, 1>(),       \
-      variant<FORMAT, ALIGNMENT, 32, 1, DEPTH, 512, 1>(), variant<FORMAT, ALIGNMENT, 64, 1, DEPTH, 512, 1>()
+      variant<FORMAT, ALIGNMENT, 8, 1, DEPTH, 512, 1>()
+
+#define WIDTHS(FORMAT, ALIGNMENT, DEPTH) NARROW(FORMAT, ALIGNMENT, DEPTH) WIDE(FORMAT, ALIGNMENT, DEPTH)
 
 const Variant kVariants[] = {
     WIDTHS(Format::kNvfp4, Alignment::kScale16, 3),
     WIDTHS(Format::kNvfp4, Alignment::kScale8, 3),
     WIDTHS(Format::kNvfp4, Alignment::kScale4, 3),
-    WIDTHS(Format::kNvfp4, Alignment::kGeneral, 3),
+    NARROW(Format::kNvfp4, Alignment::kGeneral, 3) ALL_WIDE(Format::kNvfp4, Alignment::kGeneral, 3),
     WIDTHS(Format::kMxfp4, Alignment::kScale16, 3),
     WIDTHS(Format::kMxfp4, Alignment::kScale8, 3),
     WIDTHS(Format::kMxfp4, Alignment::kScale4, 3),
-    WIDTHS(Format::kMxfp4, Alignment::kGeneral, 3),
+    NARROW(Format::kMxfp4, Alignment::kGeneral, 3) ALL_WIDE(Format::kMxfp4, Alignment::kGeneral, 3),
     TUNED(Alignment::kScale16),
 #ifdef REQUANT_SWEEP  // candidates of a tuning run
 #include "w4a16_sweep.inc"

@@ -129,19 +129,25 @@ def test_every_shape_gets_a_configuration_that_fits_the_card(fmt, capability):
 
 def test_no_grid_is_larger_than_the_driver_takes():
     """A grid's y ends at 65535: a layer of more row groups has blocks that take several, or larger ones."""
-    for n, k, tokens in [
-        (4_000_000, 64, 1),
-        (4_000_000, 64, 8),
-        (5_000_000, 64, 16),
-        (20_000_000, 64, 64),
-        (2_200_000, 16, 3),
-    ]:
-        c = configs.choose(NumberFormat.NVFP4, tokens, n, k)
-        assert 1 <= c.blocks <= 65535
-        if isinstance(c, configs.Config):
-            assert c.cluster == 1
-        else:
-            assert c.blocks * c.row_groups * 64 >= n
+    for n, k, tokens in [(4_000_000, 64, 1), (4_000_000, 64, 8), (5_000_000, 64, 16), (2_200_000, 16, 3)]:
+        for processors in (132, 70_000):  # the second: no block stays
+            c = configs.choose(NumberFormat.NVFP4, tokens, n, k, processors=processors)
+            assert 1 <= c.blocks <= 65535
+            if isinstance(c, configs.Config):
+                assert c.cluster == 1
+            else:
+                assert c.blocks * c.row_groups * 64 >= n
+    with pytest.raises(ValueError, match="N is 20000000: with 64 tokens it may be 16776960 at most"):
+        configs.choose(NumberFormat.NVFP4, 64, 20_000_000, 64)
+
+
+@pytest.mark.parametrize("fmt", [NumberFormat.NVFP4, NumberFormat.MXFP4])
+def test_what_the_library_for_wgmma_leaves_out_is_never_asked_for(fmt):
+    """-DREQUANT_WGMMA: `mma.sync` beyond eight tokens only where block scales start at any byte."""
+    for k in range(fmt.group, 8192, fmt.group):
+        for tokens in (9, 16, 17, 64):
+            if isinstance(configs.choose(fmt, tokens, 256, k), configs.Config):
+                assert configs.alignment(fmt, k) == configs.GENERAL
 
 
 @pytest.mark.parametrize("fmt", [NumberFormat.NVFP4, NumberFormat.MXFP4])

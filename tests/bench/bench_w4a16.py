@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -82,8 +84,30 @@ def humming_layers(weights, n, k):
     return layers, HummingMethod.get_default_tuning_configs(layers[0])
 
 
+def compile_humming(n, k, ms):
+    """Run everything of humming once, so that its cache on disk has the kernels."""
+    (layer,), tuning = humming_layers([weight(n, k)], n, k)
+    for m in ms:
+        x = torch.randn(m, k, device=DEVICE).bfloat16()
+        layer(x, outputs=torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16), tuning_config=tuning)
+    torch.cuda.synchronize()
+
+
+def warm_humming(ms):
+    """Its kernels are compiled on first use, most of a minute one after the other: all shapes at once instead.
+
+    A process that fails leaves its shape to be compiled when it is timed.
+    """
+    command = [sys.executable, "-P", __file__, "--ms", ",".join(map(str, ms)), "--compile-humming"]
+    for process in [subprocess.Popen([*command, str(n), str(k)]) for n, k in DENSE]:
+        if process.wait() != 0:
+            print("humming did not compile beforehand", flush=True)
+
+
 def dense(ms, with_humming):
     rows = []
+    if with_humming:
+        warm_humming(ms)
     for n, k in DENSE:
         size = n * k * 9 / 16
         weights = [weight(n, k) for _ in range(max(2, -(-int(ROTATE_BYTES) // int(size))))]
@@ -152,15 +176,20 @@ def main():
     parser.add_argument("--no-humming", action="store_true")
     parser.add_argument("--only", choices=["dense", "moe"])
     parser.add_argument("--ms", default="1,2,4,8,16,32,64", help="M of the dense products")
+    parser.add_argument("--compile-humming", nargs=2, type=int, metavar=("N", "K"), help="only compile its kernels")
     args = parser.parse_args()
+    ms = [int(m) for m in args.ms.split(",")]
     torch.manual_seed(0)
+    if args.compile_humming:
+        compile_humming(*args.compile_humming, ms)
+        return
     ceiling = read_ceiling(lib.load(lib.architecture(*torch.cuda.get_device_capability())))
     print(torch.cuda.get_device_name(), f"read ceiling {ceiling:.0f} GB/s", flush=True)
     result = dict(card=torch.cuda.get_device_name(), ceiling_gbps=ceiling)
     if args.only != "dense":
         result["moe"] = moe((1, 2, 4, 8, 16, 32))
     if args.only != "moe":
-        result["dense"] = dense([int(m) for m in args.ms.split(",")], not args.no_humming)
+        result["dense"] = dense(ms, not args.no_humming)
     Path(args.out, "bench_w4a16.json").write_text(json.dumps(result, indent=1))
 
 

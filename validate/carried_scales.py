@@ -6,7 +6,8 @@
 A conversion restates it for its own format and dialect, and weights that a runtime fuses share the largest amax; the
 amax itself does not change. So both sides are turned into one and compared. A manifest may give scales of its own: a
 constant is then the other value that is right (unless the lock says that the source's were taken), and of scales from
-another checkpoint or a calibration nothing is known here.
+another checkpoint or a calibration it is known that they are finite and positive. Given scales are written apart from
+their weights, so that a streamed run asks for them at its end.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ class CarriedScales:
     def __init__(self, theirs: OpenedFolder, ours: OpenedFolder) -> None:
         self._theirs, self._ours = modules_of(theirs.tensors), modules_of(ours.tensors)
         self._fp8_input = _has_fp8_input(theirs.config)
-        self._known, self._constant = _said(ours.path)
+        self._known, self._gives, self._constant = _said(ours.path)
+        self._scales = {m.input_scale.name: m for m in self._ours.values() if m.input_scale is not None}
 
     def wrong(
         self, pairs: Sequence[Pair], before: MappedReader, after: MappedReader, there: Collection[str] | None = None
     ) -> str:
-        """The empty string, or what is wrong with the scale of this output weight.
+        """The empty string, or how the scale of this output weight differs from the source's; see `given`.
 
         there: the source tensors that can be read now; a scale that needs another is not judged.
         """
@@ -71,10 +73,30 @@ class CarriedScales:
                 m.input_scale is not None and m.input_scale.name not in there for m in sources
             ):
                 continue
+            if not after.holds(output.input_scale):
+                return "its activation scale was not there to be compared"
             says = self._wrong(pair, output, sources, before, after)
             if says:
                 return says
         return ""
+
+    def given(self, pairs: Sequence[Pair], after: MappedReader) -> bool:
+        """Whether the scales of this output weight are those that the manifest gives."""
+        scales = (self._ours[pair.output.module].input_scale for pair in pairs)
+        return all(scale is not None and self.gives(scale.name, after) for scale in scales)
+
+    def gives(self, name: str, after: MappedReader) -> bool:
+        """Whether this tensor of the output is an activation scale, and that which the manifest gives."""
+        module = self._scales.get(name)
+        if not self._gives or module is None or module.kind not in _ROOM:
+            return False
+        stored = self._amax(module, after, of_source=False)
+        if stored is None or not stored.size:
+            return False
+        if self._constant is None:
+            return bool((np.isfinite(stored) & (stored > 0)).all())
+        right = _ROOM[module.kind] * self._constant
+        return all(math.isclose(value, right, rel_tol=_CLOSE) for value in stored.tolist())
 
     def _sources(self, pair: Pair) -> Iterator[Module]:
         """The source module with its scale, then those of the weights that a runtime fuses with this one."""
@@ -102,8 +124,6 @@ class CarriedScales:
         says = _at(stored, pair.output.codes.expert)
         if any(math.isclose(says, value, rel_tol=_CLOSE) for value in right):
             return ""
-        if self._constant is not None and math.isclose(says, _ROOM[output.kind] * self._constant, rel_tol=_CLOSE):
-            return ""
         shared = f", {max(right):.6g} with what is fused with it" if max(right) > own else ""
         return f"the activation scale stands for a largest input of {says:.6g}, the source's for {own:.6g}{shared}"
 
@@ -128,23 +148,23 @@ def _has_fp8_input(config: Mapping[str, object] | None) -> bool:
     return str(quantization.get("quant_algo")).lower() == _FP8_INPUT
 
 
-def _said(output: Path) -> tuple[bool, float | None]:
-    """(whether the manifest leaves the scales to the source or to a constant, that constant if it may stand)."""
+def _said(output: Path) -> tuple[bool, bool, float | None]:
+    """(whether the manifest leaves the scales to the source or to a constant, whether it gives any, the constant)."""
     import yaml
 
     try:
         loaded = cast("object", yaml.safe_load((output / "requant.manifest.yaml").read_text(encoding="utf-8")))
         given = cast("Mapping[str, Mapping[str, object]]", loaded).get("activations") or {}
         if given.get("calibrate") is not None or isinstance(given.get("input_scale"), Mapping):
-            return False, None
+            return False, True, None
         constant = given.get("input_scale")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return False, None  # no manifest, no knowing where its scales were to come from
+        return False, False, None  # no manifest, no knowing where its scales were to come from
     number = float(constant) if isinstance(constant, int | float) else None
     try:
         lock = cast("Mapping[str, object]", json.loads((output / "requant.lock.json").read_text(encoding="utf-8")))
         if str(lock["input_scale"]).startswith("the source's own"):
-            return True, None
+            return True, False, None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass  # while the conversion runs there is no lock yet
-    return True, number
+    return True, number is not None, number

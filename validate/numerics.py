@@ -93,13 +93,15 @@ def check_numerics(
     both = open_both(source, output, complete=True)
     advance = _meter(progress, both.theirs.nbytes)
     before, after = MappedReader(both.theirs), MappedReader(both.ours)
+    carried = CarriedScales(both.theirs, both.ours)
     for copy in both.census.copies:
-        judge_copy(compare_kept(copy, both.theirs.tensors, before, after), copy.output.name, both.found)
+        wrong = compare_kept(copy, both.theirs.tensors, before, after)
+        judge_copy("" if wrong and carried.gives(copy.output.name, after) else wrong, copy.output.name, both.found)
         advance(copy.output.nbytes)
     results = [compare(name, pairs, before, after, advance) for name, pairs in both.groups.items()]
-    carried = CarriedScales(both.theirs, both.ours)
     for result in results:
-        result.activation = carried.wrong(result.pairs, before, after)
+        wrong = carried.wrong(result.pairs, before, after)
+        result.activation = "" if wrong and carried.given(result.pairs, after) else wrong
     spans = fused_spans(results, before, after)
     advance(both.theirs.nbytes)
     return conclude(both, results, spans, gate, time.perf_counter() - started)

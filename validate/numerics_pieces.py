@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from requant.manifests.schema import NumericsGate
 from requant.validate.carried_scales import CarriedScales
@@ -41,6 +41,7 @@ class PiecewiseNumerics:
         self._scalars = _copied_scalars(self._both)
         self._results: dict[str, Result] = {}
         self._copies: dict[str, str] = {}
+        self._carried = CarriedScales(self._both.theirs, self._both.ours)
         self._read()
 
     def unjudged(self) -> frozenset[str]:
@@ -69,7 +70,11 @@ class PiecewiseNumerics:
             self._restate(moved)
         for copy in self._both.census.copies:
             if copy.source.name in there and copy.output.name not in self._copies:
-                self._copies[copy.output.name] = compare_kept(copy, self._both.theirs.tensors, before, after)
+                self._copies[copy.output.name] = (
+                    compare_kept(copy, self._both.theirs.tensors, before, after)
+                    if after.holds(copy.output)
+                    else _ABSENT
+                )
                 lines.append({"copy": copy.output.name, "wrong": self._copies[copy.output.name]})
         fresh = [
             compare(name, pairs, before, after, lambda _: None)
@@ -77,9 +82,8 @@ class PiecewiseNumerics:
             if name not in self._results and _sources(pairs) <= there
         ]
         fused_spans(fresh, before, after)  # narrows the exponents to live blocks where that matters
-        carried = CarriedScales(self._both.theirs, self._both.ours)
         for result in fresh:
-            result.activation = carried.wrong(result.pairs, before, after, there)
+            result.activation = self._carried.wrong(result.pairs, before, after, there)
             self._results[result.name] = result
             lines.append({"weight": result.name, **_facts(result)})
         with self._record.open("a", encoding="utf-8") as stream:
@@ -89,10 +93,13 @@ class PiecewiseNumerics:
 
     def result(self, gate: NumericsGate | None) -> StageResult:
         """The stage's result over all pieces."""
-        both = self._both
+        both, after = self._both, MappedReader(self._both.ours)
         for copy in both.census.copies:
-            self._judge_copy(copy)
+            self._judge_copy(copy, after)
         results = [self._results[name] for name in both.groups if name in self._results]
+        for result in results:
+            if result.activation and self._carried.given(result.pairs, after):
+                result.activation = ""
         for name in both.groups.keys() - self._results.keys():
             both.found.error("not-compared", "no piece of the run held it", where=name, hint="convert again")
         return conclude(both, results, fused_spans(results), gate, time.perf_counter() - self._started)
@@ -102,8 +109,10 @@ class PiecewiseNumerics:
         self._restated.update(modules)
         self._both = open_both(*self._folders, restated=self._restated)
 
-    def _judge_copy(self, copy: Copy) -> None:
+    def _judge_copy(self, copy: Copy, after: MappedReader) -> None:
         name = copy.output.name
+        if self._copies.get(name) and self._carried.gives(name, after):
+            return
         if name not in self._copies:
             self._both.found.error("not-compared", "no piece of the run held it", where=name, hint="convert again")
         else:
@@ -134,6 +143,9 @@ def _copied_scalars(both: Both) -> dict[str, Copy]:
     modules = [module for module in modules_of(both.ours.tensors).values() if module.kind is Kind.NVFP4]
     found = {module.name: copies.get(module.global_scale.name) for module in modules if module.global_scale is not None}
     return {name: copy for name, copy in found.items() if copy is not None and copy.output.dtype == "F32"}
+
+
+_ABSENT: Final = "its shard was not there to be compared"
 
 
 def _sources(pairs: list[Pair]) -> set[str]:

@@ -67,6 +67,10 @@ class MappedReader:
             )
         return self._handles[tensor.file]
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the file that the tensor lies in is there; of a checkpoint in pieces some are not."""
+        return (self._folder.path / tensor.file).exists()
+
     def _matrix(self, view: View, start: int, stop: int) -> _Torch:
         """Rows [start, stop) of the view, still in the tensor's dtype."""
         tensor = view.tensor

@@ -139,3 +139,62 @@ def test_a_scale_that_is_not_there_yet_is_not_judged(tmp_path: Path) -> None:
     judge = PiecewiseNumerics(source, output, tmp_path / "record")
     judge.piece(source, output, judge.unjudged())  # weights and block scales, and no activation scale
     assert not [f for f in judge.result(None).findings if f.rule == "activation-scale-differs"]
+
+
+def copied(source: Path, output: Path) -> set[str]:
+    found = check_numerics(source, output, None).findings
+    return {f.where.removeprefix(f"{BASE}.") for f in found if f.rule == "copy-differs"}
+
+
+@pytest.mark.parametrize(
+    ("given", "note", "scale", "passes"),
+    [
+        ("input_scale: 2.0", "constant 2.0", 2.0, True),
+        ("input_scale: 2.0", "constant 2.0", 3.0, False),
+        ("input_scale: 2.0", "the source's own, else constant 2.0", 2.0, False),
+        ("input_scale: {from: /x}", "from another checkpoint: 3 scales", 3.0, True),
+        ("calibrate: {text: t.txt}", "measured on t.txt", float("nan"), False),
+        ("calibrate: {text: t.txt}", "measured on t.txt", 0.0, False),
+        ("", "", 2.0, False),
+    ],
+)
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_scales_that_stand_under_the_sources_names_may_be_those_that_the_manifest_gives(
+    tmp_path: Path, given: str, note: str, scale: float, passes: bool, reciprocal: bool
+) -> None:
+    source = write(tmp_path / "s", nvfp4(RIGHT, reciprocal=reciprocal))
+    turned = dict.fromkeys(LEAVES, 1 / scale if reciprocal and scale else scale)
+    output = write(tmp_path / "o", nvfp4(turned, reciprocal=reciprocal), given=given, note=note)
+    suffix = "input_global_scale" if reciprocal else "input_scale"
+    assert copied(source, output) == (set() if passes else {f"{leaf}.{suffix}" for leaf in LEAVES})
+
+
+@pytest.mark.parametrize("scale", [2.0, 3.0])
+@pytest.mark.parametrize("make", [fp8, nvfp4])
+def test_given_scales_may_be_written_after_their_weights(tmp_path: Path, scale: float, make) -> None:
+    """A streamed run writes the manifest's scales by themselves: what stands there at its end counts."""
+    source = write(tmp_path / "s", make(OWN))
+    output = write(tmp_path / "o", nvfp4(dict.fromkeys(LEAVES, 0.0)), given="input_scale: 2.0")
+    judge = PiecewiseNumerics(source, output, tmp_path / "record")
+    judge.piece(source, output, {*judge.unjudged(), *(f"{BASE}.{leaf}.input_scale" for leaf in LEAVES)})
+    save_file(nvfp4(dict.fromkeys(LEAVES, scale)), output / "model.safetensors")
+    for again in (judge, PiecewiseNumerics(source, output, tmp_path / "record")):  # the second reads the first's record
+        found = {f.where for f in again.result(None).findings if f.rule in ("activation-scale-differs", "copy-differs")}
+        assert len(found) == (0 if scale == 2.0 else 3)
+
+
+def test_a_scale_in_a_shard_that_is_elsewhere_is_asked_for_at_the_end(tmp_path: Path) -> None:
+    source = write(tmp_path / "s", fp8(OWN))
+    whole = nvfp4(dict.fromkeys(LEAVES, 2.0))
+    output = write(tmp_path / "o", {n: t for n, t in whole.items() if "input" not in n}, given="input_scale: 2.0")
+    save_file({n: t for n, t in whole.items() if "input" in n}, output / "scales.safetensors")
+    judge = PiecewiseNumerics(source, output, tmp_path / "record")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "model.safetensors").symlink_to(output / "model.safetensors")
+    judge.piece(source, here, {*judge.unjudged(), *(f"{BASE}.{leaf}.input_scale" for leaf in LEAVES)})
+    rules = ("activation-scale-differs", "copy-differs", "not-compared")
+    assert not [f for f in judge.result(None).findings if f.rule in rules]
+    save_file({n: t + 1 for n, t in whole.items() if "input" in n}, output / "scales.safetensors")
+    found = PiecewiseNumerics(source, output, tmp_path / "record").result(None).findings
+    assert {f.message for f in found if f.rule in rules} == {"its activation scale was not there to be compared"}

@@ -34,8 +34,9 @@ def test_what_the_library_writes_is_taken_apart_column_by_column():
 
 
 def test_a_shard_saved_by_the_library_goes_the_quick_way(tmp_path, monkeypatch):
-    numpy = pytest.importorskip("safetensors.numpy")
-    np = pytest.importorskip("numpy")
+    import numpy as np
+    from safetensors import numpy
+
     tensors = {"w": np.ones((4, 2), np.float32), "n": np.arange(3, dtype=np.int8), "x.y": np.zeros((0, 5), np.uint8)}
     numpy.save_file(tensors, tmp_path / "one.safetensors", metadata={"format": "pt"})
     slow = shards._check_entries

@@ -1,5 +1,7 @@
 """A skip that CONTRIBUTING.md does not list fails the run, in one process and over several."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -70,3 +72,37 @@ def test_a_whole_file_that_skips_itself_is_counted_once(project, options):
     assert done.returncode == 1
     assert "tests/test_y.py: 1 skipped, 0 listed" in done.stdout
     assert project({"tests/test_x.py::test_skips": 3, "tests/test_y.py": 1}, *options).returncode == 0
+
+
+def skipping(path):
+    """Names of the tests and fixtures of a file that may skip; "" if the whole file may."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        said = ast.unparse(node)
+        marked = isinstance(node, ast.FunctionDef) and any("skipif" in ast.unparse(d) for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef):
+            if marked or re.search(r"pytest\.(skip|importorskip)\(", said):
+                yield node.name
+        elif re.search(r"pytest\.(mark\.skipif|skip|importorskip)\(", said):
+            named = re.match(r"([A-Z]\w*) = pytest\.mark", said)  # a mark with a name: those that carry it
+            yield from carrying(path, named[1]) if named else [""]
+
+
+def carrying(path, mark):
+    functions = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    return [node.name for node in functions if any(ast.unparse(d) == mark for d in node.decorator_list)]
+
+
+def test_every_test_that_may_skip_stands_in_the_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Skipped tests\n")[2]
+    listed = set(re.findall(r"^\| `([^`]+)` \| \d+ \|", text, re.MULTILINE))
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if path.name != Path(__file__).name:
+            found |= {(file, name): f"{file}::{name}" if name else file for name in skipping(path)}
+    assert ("tests/kernels/test_w4a4.py", "test_sm120_machine_code_uses_the_fp4_tensor_cores") in found
+    files = {one.partition("::")[0] for one in listed}
+    missing = {name for (file, function), name in found.items() if name not in listed and file not in listed}
+    # a fixture skips the tests that use it, and a mark for a whole file each of its tests: their file must be there
+    missing = {n for n in missing if n.partition("::")[2].startswith("test_") or n.partition("::")[0] not in files}
+    assert not missing

@@ -165,6 +165,11 @@ class SplitSupply {
   const uint8_t *codes_ = nullptr, *scales_ = nullptr;  // of the tile, where no box is made
 };
 
+// The first value or the second, this lane's and that of the lane `apart` away, which keeps the other.
+__device__ __forceinline__ float add_lane(float first, float second, bool keeps_second, int apart) {
+  return (keeps_second ? second : first) + __shfl_xor_sync(~0u, keeps_second ? first : second, apart);
+}
+
 // EXTRA: with a bias, a gated activation, or a start before the kernel before has ended; rows are a multiple of 16.
 // Block: (32, 1, WARPS + 1); grid: (1, blocks).
 template <Format FORMAT, int STEPS, int WARPS, int DEPTH, bool EXTRA>
@@ -243,15 +248,13 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, WARPS <= 8 ? 2 : 1)
           }
           __syncwarp();  // all lanes have read them: the warps may fill that slot again
           supply.fetch(p, slot);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] += __shfl_xor_sync(~0u, v[i], 2);
+          // Lane q keeps row g + q / 2 * 8 and, of its two columns, both or (few) token q % 2; the rest goes to its neighbours.
+          const float a = add_lane(v[0], v[2], q & 2, 2), b = add_lane(v[1], v[3], q & 2, 2);
           if (few) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] += __shfl_xor_sync(~0u, v[i], 1);
-            out.store(p, 0, q < 2 ? (q == 0 ? v[0] : v[1]) : (q == 2 ? v[2] : v[3]));
+            out.store(p, 0, add_lane(a, b, q & 1, 1));
           } else {
-            out.store(p, 0, q < 2 ? v[0] : v[2]);
-            out.store(p, 1, q < 2 ? v[1] : v[3]);
+            out.store(p, 0, a);
+            out.store(p, 1, b);
           }
           out.next_tile(p);
           if (++slot == DEPTH) slot = 0;

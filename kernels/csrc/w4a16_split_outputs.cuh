@@ -21,7 +21,7 @@ struct SplitOutputs {
   int64_t row_zero[2];  // the token's first output; -1: no such token
   float scale, weight[2];
   const __nv_bfloat16* bias;  // of the expert, or null
-  __nv_bfloat16 of_row;       // of the tile's row: asked for a tile ahead
+  uint32_t of_row;            // of the tile's row, BF16 bits: asked for a tile ahead, not looked at before it is wanted
   int row, step;              // of the weight; from tile to tile
   bool stores;
 
@@ -53,8 +53,8 @@ struct SplitOutputs {
     if (EXTRA) of_row = load_bias(p);
   }
 
-  __device__ __forceinline__ __nv_bfloat16 load_bias(const Params& p) const {
-    return bias != nullptr && row < p.rows ? bias[row] : __ushort_as_bfloat16(0);
+  __device__ __forceinline__ uint32_t load_bias(const Params& p) const {
+    return bias != nullptr && row < p.rows ? __ldg(reinterpret_cast<const uint16_t*>(bias) + row) : 0u;
   }
 
   __device__ __forceinline__ void next_tile(const Params& p) {
@@ -65,7 +65,7 @@ struct SplitOutputs {
   // Every lane of the warp comes here.
   __device__ __forceinline__ void store(const Params& p, int which, float v) const {
     v *= scale;
-    if (EXTRA) v += __bfloat162float(of_row);
+    if (EXTRA) v += __uint_as_float(opaque(of_row) << 16);
     int column = row;
     if (EXTRA && p.gating != Gating::kNone) {
       const bool halves = p.gating == Gating::kHalves;

@@ -55,7 +55,8 @@ __device__ __forceinline__ void named_wait(int number, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// 16 bytes of global memory, or zeros.
+// 16 bytes of global memory, or zeros. A plain load: what wait_for_previous_kernel makes visible it sees, where ld.nc (__ldg)
+// needs memory that nobody writes while the kernel lives, its time before that wait included.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool present) {
   uint4 v;
   asm volatile(

@@ -34,7 +34,7 @@ struct UnitCursor {
   __device__ __forceinline__ explicit UnitCursor(const Params& p) {
     const int index = blockIdx.y, stride = gridDim.y;
     if (GROUPED) {
-      tiles = __ldg(p.tile_count);
+      tiles = *p.tile_count;
       tile = index / p.row_groups;
       row_group = index - tile * p.row_groups;
       stride_tiles = stride / p.row_groups;
@@ -62,7 +62,7 @@ struct UnitCursor {
   }
   __device__ __forceinline__ Unit unit(const Params& p) const {
     if (!GROUPED) return {0, row_group, 0, p.tokens, 0};
-    const int4 entry = __ldg(p.tiles + tile);
+    const int4 entry = p.tiles[tile];
     return {entry.x, row_group, entry.y, entry.z, x_row(p, entry)};
   }
 };

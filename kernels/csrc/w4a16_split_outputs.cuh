@@ -41,7 +41,7 @@ struct SplitOutputs {
       const bool present = tokens[i] >= 0 && tokens[i] < s.tokens;
       const int number = !present ? -1 : tokens[i] == 0 ? s.first_number : load_fresh(EXTRA && p.settled, p.slots + s.first_slot + tokens[i]);
       row_zero[i] = present ? static_cast<int64_t>(number) * width : -1;
-      weight[i] = present && p.slot_weights != nullptr ? __ldg(p.slot_weights + number) : 1.0f;
+      weight[i] = present && p.slot_weights != nullptr ? p.slot_weights[number] : 1.0f;
     }
     if (EXTRA && bias != nullptr) {  // to the L2 for all tiles: a lane takes every 32nd
 #pragma unroll 1

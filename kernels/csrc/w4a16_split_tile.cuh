@@ -71,7 +71,7 @@ struct SplitX {
     for (int j = 0; j < Lane::kGroups; ++j) {
 #pragma unroll
       for (int w = 0; w < Lane::kWords; ++w) {
-        at[j][w] = present ? __ldg(from + lane.word(j) + w) : make_uint4(0, 0, 0, 0);
+        at[j][w] = present ? from[lane.word(j) + w] : make_uint4(0, 0, 0, 0);
       }
     }
 #pragma unroll

@@ -29,7 +29,7 @@ struct Outputs {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       numbers[i] = tokens[i] == 0 ? s.first_number : -1;
-      if (tokens[i] > 0 && tokens[i] < s.tokens) numbers[i] = __ldg(p.slots + s.first_slot + tokens[i]);
+      if (tokens[i] > 0 && tokens[i] < s.tokens) numbers[i] = p.slots[s.first_slot + tokens[i]];
     }
   }
 
@@ -39,7 +39,7 @@ struct Outputs {
     float scale = p.global_scale * expert_scale;
     if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
     v *= scale;
-    if (p.slot_weights != nullptr) v *= __ldg(p.slot_weights + number);
+    if (p.slot_weights != nullptr) v *= p.slot_weights[number];
     const size_t at = static_cast<size_t>(number) * p.rows + row;
     if (p.output_is_float) {
       static_cast<float*>(p.y)[at] = v;
@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
   __syncthreads();
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int entries = __ldg(p.tile_count);
-  const int4 guess = __ldg(p.tiles + min(lane, p.max_tiles - 1));  // with the count, not after it
+  const int entries = *p.tile_count;
+  const int4 guess = p.tiles[min(lane, p.max_tiles - 1)];  // with the count, not after it
   SegmentCursor cursor(p, entries);
   if (cursor.valid()) {
     Segment segment;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit,
   const auto store = [&](int token, float v) {
     if (row >= p.rows) return;
     v *= scale;
-    const int slot = GROUPED ? __ldg(p.slots + unit.first_slot + token) : token;
-    if (GROUPED && p.slot_weights != nullptr) v *= __ldg(p.slot_weights + slot);
+    const int slot = GROUPED ? p.slots[unit.first_slot + token] : token;
+    if (GROUPED && p.slot_weights != nullptr) v *= p.slot_weights[slot];
     const size_t at = static_cast<size_t>(slot) * p.rows + row;
     if (p.output_is_float) {
       static_cast<float*>(p.y)[at] = v;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit,
 __device__ __forceinline__ void poison_unrouted(const Params& p) {
   const int width = p.gating == Gating::kNone ? p.rows : p.rows / 2;
   const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x, threads = blockDim.y * blockDim.z * 32;
-  for (int i = __ldg(p.tile_count + 1) + blockIdx.y; i < p.slot_count; i += gridDim.y) {
-    const size_t base = static_cast<size_t>(__ldg(p.slots + i)) * width;
+  for (int i = p.tile_count[1] + blockIdx.y; i < p.slot_count; i += gridDim.y) {
+    const size_t base = static_cast<size_t>(p.slots[i]) * width;
     for (int row = thread; row < width; row += threads) {
       if (p.output_is_float) {
         static_cast<float*>(p.y)[base + row] = __uint_as_float(0x7FC00000u);

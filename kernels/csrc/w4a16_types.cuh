@@ -80,11 +80,13 @@ struct Params {
   float limit, alpha;          // of the gate; limit 0: none
 };
 
-// What earlier kernels wrote. A block that starts before the last of them has ended reads past L1, which may hold what stood
-// there before; else through it: past L1 all warps of all blocks queue at the same L2 lines.
+// What earlier kernels wrote (routing, x, weights of slots) is read by ordinary loads after griddepcontrol.wait, which makes
+// it visible to those, and never by ld.global.nc: it is not constant for the life of a kernel that starts before its
+// predecessor has ended, and the compiler may move such a load over the wait. `early`, i.e. before the wait, past L1 too, which
+// may hold what stood there before. (After the wait L1 serves: past it all warps of all blocks queue at the same L2 lines.)
 template <class T>
 __device__ __forceinline__ T load_fresh(bool early, const T* at) {
-  return early ? __ldcg(at) : __ldg(at);
+  return early ? __ldcg(at) : *at;
 }
 
 constexpr int kRoutingHeader = 4;  // ints: tiles, routed slots, 0, 0

@@ -48,7 +48,7 @@ struct Activations {
       const int t = 2 * u + token;
       const bool present = t < unit.tokens;
       int row = present ? t : 0;
-      if (GROUPED && present) row = t == 0 ? unit.first_row : __ldg(params.x_rows + unit.first_slot + t);
+      if (GROUPED && present) row = t == 0 ? unit.first_row : params.x_rows[unit.first_slot + t];
       int k = (first_stage + stage * params.column_warps) * kStageK + p * kLaneK + step * kStepK;
       const __nv_bfloat16* from = params.x + static_cast<size_t>(row) * params.k + k;
       uint32_t to = x_shared + offset(u, width) + stage * width * kStageXBytes;

@@ -28,7 +28,7 @@ _QUERIES: Final = 64
 _GATE_BLOCK: Final = 256
 _ROUTED_HERE: Final = 128
 """Slots that `choose` sorts by itself, each against each; beyond, route_experts does."""
-_NORM_WARPS: Final = 16
+_NORM_WARPS: Final = 32
 _CHOOSE_WARPS: Final = 8
 _ATTEND_WARPS: Final = 4
 _COUNTERS: Final = 4096

@@ -23,9 +23,14 @@ __all__ = ["Products"]
 FEW: Final = 64
 """Tokens up to which the kernels for few tokens are tried."""
 _NEAR: Final = 1.35
-_TRIED: Final = 5
+_TRIED: Final = 4
 """A product that takes so many times the fastest one's time is still tried in a whole step, but at most so many."""
-_TRIED_AGAIN: Final = 3
+_TRIED_AGAIN: Final = 2
+_BLOCKS: Final = 264
+_MOST_SPLITS: Final = 8
+"""Blocks of a product whose K is split: two for each multiprocessor of an H200."""
+_ROOM: Final = 64
+"""Slots that a grouped kernel looks through at least: one compiled kernel serves them all."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(x, weight, y to fill, expert ids of the slots)."""
 
@@ -59,7 +64,7 @@ class Products:
         key = (x.shape[0], *weight.shape)
         y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
         if key not in self._best:
-            self._tune(key, x, list(_dense_candidates(*key, pdl=self._pdl)), y, x)
+            self._tune(key, x, list(_dense_candidates(*key, device=x.device, pdl=self._pdl)), y, x)
         self._used[key] = None
         self._best[key](x, weight.plain, y, x)
         return y
@@ -173,7 +178,7 @@ def _spread(ids: torch.Tensor, experts: int) -> torch.Tensor:
     return drawn.topk(ids.shape[1], dim=1).indices.to(ids.dtype)
 
 
-def _dense_candidates(m: int, n: int, k: int, *, pdl: bool) -> Iterator[tuple[str, Product]]:
+def _dense_candidates(m: int, n: int, k: int, *, device: torch.device, pdl: bool) -> Iterator[tuple[str, Product]]:
     from requant.kernels.triton import bf16
 
     def blas(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, _ids: torch.Tensor) -> None:
@@ -190,11 +195,16 @@ def _dense_candidates(m: int, n: int, k: int, *, pdl: bool) -> Iterator[tuple[st
 
         return run
 
-    def skinny(rows: int, columns: int, stages: int, *, early: bool) -> Product:
+    def skinny(rows: int, columns: int, stages: int, splits: int, *, early: bool) -> Product:
+        blocks = (-(-n // rows), -(-m // 16))
+        counters = torch.zeros(blocks[0] * blocks[1], dtype=torch.int32, device=device)
+
         def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, _ids: torch.Tensor) -> None:
-            bf16.skinny[(-(-n // rows), -(-m // 16))](
-                x, w, y, m, n, k, BLOCK_N=rows, BLOCK_K=columns, BLOCK_M=16, EVEN=k % columns == 0 and n % rows == 0,
-                STAGES=stages, PDL=early, launch_pdl=early, num_warps=4,
+            part = torch.empty((splits, m, n), dtype=torch.float32, device=device) if splits > 1 else y
+            bf16.skinny[(*blocks, splits)](
+                x, w, y, part, counters, m, n, k, BLOCK_N=rows, BLOCK_K=columns, BLOCK_M=16,
+                EVEN=k % columns == 0 and n % rows == 0, SPLITS=splits, STAGES=stages, PDL=early, launch_pdl=early,
+                num_warps=4,
             )  # fmt: skip
 
         return run
@@ -205,13 +215,16 @@ def _dense_candidates(m: int, n: int, k: int, *, pdl: bool) -> Iterator[tuple[st
         yield "vector 4x1024", vector(4, 1024, 0, 4)
         most = 1 << (k.bit_length() - 1)
         tail = 0 if most == k else 1 << (k - most - 1).bit_length()
-        for rows, warps in ((1, 4), (2, 4), (2, 8), (4, 8), (4, 16)):
+        for rows, warps in ((1, 4), (2, 4), (2, 8)):
             yield f"vector {rows} rows at once, {warps} warps", vector(rows, most, tail, warps)
     else:
-        for rows, columns, stages in ((32, 128, 4), (16, 256, 4), (64, 64, 5)):
-            yield f"skinny {rows}x{columns}", skinny(rows, columns, stages, early=pdl)
+        split = min(_MOST_SPLITS, _BLOCKS // (-(-n // 64) * -(-m // 16)))
+        shapes = [(32, 128, 4, 1), (64, 64, 5, 1)] if split < 2 else [(32, 128, 4, 1), (64, 128, 4, split)]
+        for rows, columns, stages, splits in shapes:
+            name = f"skinny {rows}x{columns}" + (f", K in {splits}" if splits > 1 else "")
+            yield name, skinny(rows, columns, stages, splits, early=pdl)
             if pdl:  # blocks that start early all go where there is room, and that may be a few multiprocessors
-                yield f"skinny {rows}x{columns}, in turn", skinny(rows, columns, stages, early=False)
+                yield f"{name}, in turn", skinny(rows, columns, stages, splits, early=False)
 
 
 def _grouped_candidates(
@@ -219,7 +232,7 @@ def _grouped_candidates(
 ) -> Iterator[tuple[str, Product]]:
     from requant.kernels.triton import bf16
 
-    room = max(16, 1 << (slots - 1).bit_length())
+    room = max(_ROOM, 1 << (slots - 1).bit_length())
 
     def ours(rows: int, columns: int, stages: int) -> Product:
         def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
@@ -230,7 +243,7 @@ def _grouped_candidates(
 
         return run
 
-    for rows, columns, stages in ((32, 128, 4), (64, 128, 4), (64, 64, 6)):
+    for rows, columns, stages in ((64, 128, 4), (64, 64, 6)):
         yield f"grouped {rows}x{columns}", ours(rows, columns, stages)
 
 

@@ -28,10 +28,11 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
     (r"w4a16", "dense", _TENSOR),
     (r"^grouped$|grouped_mm|GroupedGemm|grouped_gemm", "moe", _TENSOR),
     (r"route_kernel|^gate$", "moe", _CUDA),
-    (r"^attend$", "attention", _TENSOR),
+    (r"^(attend|prompt)$", "attention", _TENSOR),
+    (r"^keys$", "attention", _CUDA),
     (r"sgemm|simt|gemmSN", "dense", _CUDA),
     (r"^skinny$|nvjet|cutlass|xmma|gemm(?!v)", "dense", _TENSOR),
-    (r"^vector$|gemv|splitK", "dense", _CUDA),
+    (r"^(vector|dequantize)$|gemv|splitK", "dense", _CUDA),
     (r"^add_norm$|^choose$", "norm", _CUDA),
 )
 """(pattern, kind, unit), the first that matches: kernels/triton/, csrc/w4a16*.cuh, cuBLAS, CUTLASS."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from requant.kernels.triton.decode import arrived_last
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["grouped", "skinny", "vector"]
@@ -49,12 +50,15 @@ def vector(
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < n_total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_total"])
 def skinny(
-    x_ptr, w_ptr, y_ptr, m_total, n_total, k_total, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, part_ptr, counter_ptr, m_total, n_total, k_total, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[M, N], weights in the M slot of the tensor cores. Grid (N / BLOCK_N, M / BLOCK_M). EVEN: no masks needed."""
+    """y[M, N], weights in the M slot of the tensor cores. Grid (N / BLOCK_N, M / BLOCK_M, SPLITS). EVEN: without masks.
+
+    With SPLITS > 1 each program takes a part of K, and the last of a block adds up part [SPLITS, M, N] FP32 in order.
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_K)
@@ -62,7 +66,9 @@ def skinny(
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, k_total, BLOCK_K, num_stages=STAGES):
+    each = tl.cdiv(tl.cdiv(k_total, BLOCK_K), SPLITS) * BLOCK_K
+    begin = tl.program_id(2) * each
+    for start in tl.range(begin, tl.minimum(begin + each, k_total), BLOCK_K, num_stages=STAGES):
         k = start + lane
         at = w_ptr + row.to(tl.int64)[:, None] * k_total + k[None, :]
         x_at = x_ptr + token[None, :] * k_total + k[:, None]
@@ -73,11 +79,22 @@ def skinny(
             w = tl.load(at, mask=(row < n_total)[:, None] & (k < k_total)[None, :], other=0.0)
             x = tl.load(x_at, mask=(token < m_total)[None, :] & (k < k_total)[:, None], other=0.0)
         total = tl.dot(w, x, total)
-    y_at = y_ptr + token[None, :] * n_total + row[:, None]
-    tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(token < m_total)[None, :] & (row < n_total)[:, None])
+    to = token[None, :] * n_total + row[:, None]
+    inside = (token < m_total)[None, :] & (row < n_total)[:, None]
+    last = True
+    if SPLITS > 1:
+        tl.store(part_ptr + tl.program_id(2) * m_total * n_total + to, total, mask=inside)
+        last = arrived_last(counter_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SPLITS)
+        if last:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in tl.static_range(SPLITS):
+                from_part = part_ptr + part * m_total * n_total + to
+                total += tl.load(from_part, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
+        tl.store(y_ptr + to, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def grouped(
     x_ptr, w_ptr, ids_ptr, y_ptr, slots, n_total, k_total, TOP_K: tl.constexpr, PER_SLOT: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,

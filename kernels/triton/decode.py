@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["add_norm", "attend", "choose", "gate", "largest"]
+__all__ = ["add_norm", "arrived_last", "attend", "choose", "gate", "largest"]
 
 ROUTING_HEADER = tl.constexpr(4)
 """kRoutingHeader; csrc/w4a16_routing.cuh describes the list that `choose` writes."""
@@ -103,7 +103,7 @@ def add_norm(
 
 
 @triton.jit
-def _arrived_last(counter_ptr, programs):
+def arrived_last(counter_ptr, programs):
     """Whether this program is the last of `programs` to come here; what the others stored before is then visible."""
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1
@@ -112,7 +112,7 @@ def _arrived_last(counter_ptr, programs):
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "max_tiles"])
 def choose(
     h_ptr, y_ptr, bias_ptr, norm_ptr, router_ptr, router_bias_ptr, h_out_ptr, x_ptr, logits_ptr, ids_ptr, weights_ptr,
     routing_ptr, counter_ptr, width, eps, tokens, experts, max_tiles,
@@ -153,12 +153,12 @@ def choose(
     logits = tl.sum(router * x.to(tl.float32)[None, :], axis=1) + router_bias
     tl.store(logits_ptr + token * experts + expert, logits, mask=expert < experts)
     if ROUTE:
-        if _arrived_last(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+        if arrived_last(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
             _pick(
                 logits_ptr, ids_ptr, weights_ptr, routing_ptr, tokens, experts, max_tiles, NORMALIZE, ROUTE, TOP_K,
                 PLACES, TOKENS, EXPERTS, TILE, RANKED,
             )  # fmt: skip
-    elif _arrived_last(counter_ptr + token, tl.num_programs(1)):
+    elif arrived_last(counter_ptr + token, tl.num_programs(1)):
         slot = token * TOP_K
         _pick(
             logits_ptr + token * experts, ids_ptr + slot, weights_ptr + slot, routing_ptr, 1, experts, max_tiles,
@@ -396,7 +396,7 @@ def attend(
         tl.store(part_ptr + (split * rows + at).to(tl.int64)[:, None] * D + wide[None, :], out, mask=live[:, None])
         tl.store(state_ptr + (split * rows + at) * 2, most, mask=live)
         tl.store(state_ptr + (split * rows + at) * 2 + 1, total, mask=live)
-        if _arrived_last(counter_ptr + tl.program_id(0), SPLITS):
+        if arrived_last(counter_ptr + tl.program_id(0), SPLITS):
             _merge(
                 part_ptr, state_ptr, sinks_ptr, out_ptr, token, head, at, live, wide, rows, HEADS, D, SPLITS, GROUP,
                 SINKS,
@@ -461,7 +461,7 @@ def largest(
     best = tl.max(logits, 0)
     tl.store(value_ptr + stream * PARTS + part, best)
     tl.store(index_ptr + stream * PARTS + part, tl.min(tl.where(logits == best, at, vocabulary - 1), 0))
-    if _arrived_last(counter_ptr + stream, PARTS):
+    if arrived_last(counter_ptr + stream, PARTS):
         each = stream * PARTS + tl.arange(0, PARTS)
         values = tl.load(value_ptr + each, cache_modifier=".cg")
         index = tl.load(index_ptr + each, cache_modifier=".cg")

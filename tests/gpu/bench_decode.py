@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--config", default="gpt-oss-20b", help="a built-in name or a config.json")
     parser.add_argument("--kinds", nargs="+", default=["bf16", "nvfp4", "nvfp4-all", "mxfp4"], choices=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 16])
-    parser.add_argument("--requests", nargs="+", type=int, default=[8, 32, 32])
+    parser.add_argument("--requests", nargs="+", type=int, default=[8, 16, 16])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int)
@@ -83,7 +83,9 @@ def main() -> None:
             if given.json:
                 given.json.write_text(json.dumps(data, indent=1))
             said = ", ".join(f"{part['kind']} {part['us']:.0f}" for part in point["breakdown"])
-            print(f"[{time.time() - begin:.1f} s] {label}: {point['step_us_median']:.0f} us ({said})", flush=True)
+            spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.seconds.items())
+            print(f"[{time.time() - begin:.1f} s] {label}: {said}; seconds so far: {spent}", flush=True)
+            print(rows(data["points"], [kind])[-1], flush=True)
     print("\n".join([*rows(data["points"], given.kinds), "", *parts(data["points"])]))
 
 

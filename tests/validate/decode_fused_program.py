@@ -169,8 +169,15 @@ def decoded():
 def products():
     x, w = randn(5, 100), randn(33, 100)
     y = torch.full((5, 33), torch.nan, dtype=DTYPE)
-    bf16.skinny[(3, 1)](x, w, y, 5, 33, 100, BLOCK_N=16, BLOCK_K=32, BLOCK_M=16, EVEN=False, STAGES=2, **LAUNCH)
-    say("skinny", [y], [x @ w.T])
+    for splits in (1, 3):  # 3: two blocks of 32, and of the last one four
+        y.fill_(torch.nan)
+        part, counters = torch.full((splits, 5, 33), torch.nan), torch.zeros(3, dtype=torch.int32)
+        bf16.skinny[(3, 1, splits)](
+            x, w, y, part, counters, 5, 33, 100, BLOCK_N=16, BLOCK_K=32, BLOCK_M=16, EVEN=False, SPLITS=splits,
+            STAGES=2, **LAUNCH,
+        )  # fmt: skip
+        say("skinny", [y], [x @ w.T])
+        assert not counters.any()
     for block, tail in (
         (64, 0),
         (64, 64),

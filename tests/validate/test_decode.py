@@ -1,6 +1,7 @@
 """The decode engine without a GPU: fused kernels in Triton's interpreter, bytes of a step, kernels by kind, memory."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_the_fused_kernels_compute_what_the_plain_glue_computes(device, bound):
         {"skinny", "vector", "grouped"},
     )
     assert kinds == glue | products | {"decoded"}
-    assert len(errors) == 48
+    assert len(errors) == 49
     assert all(error < bound for _, error in errors), errors
 
 
@@ -170,6 +171,32 @@ def test_fp4_counts_as_stored_and_bf16_as_what_it_becomes():
 )
 def test_a_kernels_kind_follows_from_its_name(name, kind, unit):
     assert kind_of(name) == (kind, unit)
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """Names as they stand in the sources; what picks the token is all that is `other`."""
+    root = Path(__file__).resolve().parents[2] / "kernels"
+    cuda = [
+        name
+        for path in sorted((root / "csrc").glob("w4a16*.cu*"))
+        for name in re.findall(
+            r"__global__[^;{]*?\b((?:w4a16|route)\w*_?kernel)\s*\(", path.read_text(encoding="utf-8")
+        )
+    ]
+    assert {"w4a16_kernel", "w4a16_split_kernel", "w4a16_stream_kernel", "route_kernel"} <= set(cuda)
+    for name in cuda:
+        grouped = name != "w4a16_kernel" and "wgmma" not in name and "dense" not in name
+        assert kind_of(f"void requant::{name}<(requant::Format)0, 8, 1>")[0] == ("moe" if grouped else "dense"), name
+    triton = [
+        name
+        for file in ("decode", "bf16", "prompt", "dequantize")
+        for name in re.findall(
+            r"@triton\.jit[^\n]*\ndef ([a-z]\w*)\(", (root / f"triton/{file}.py").read_text(encoding="utf-8")
+        )
+    ]
+    triton.remove("arrived_last")  # a part of others
+    assert len(triton) == 11
+    assert [name for name in triton if kind_of(name)[0] == "other"] == ["largest"]
 
 
 def test_the_breakdown_adds_up_and_the_sentence_names_the_largest_part():

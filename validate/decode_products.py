@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 from requant.kernels import w4a16
-from requant.validate.decode_model import Decoder, Matrix
+from requant.validate.decode_model import Decoder, Gate, Matrix
 
 __all__ = ["Products"]
 
@@ -81,9 +81,11 @@ class Products:
         if self.routes(weight, ids.numel()):
             w = weight.packed
             assert w is not None
+            # down's routing is older than gate_up or the gate before it, and those wait before they let it start
             return w4a16.w4a16_moe(
-                x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, x_per_slot=per_slot
-            )
+                x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, x_per_slot=per_slot,
+                settled=per_slot and self._pdl,
+            )  # fmt: skip
         if not x.is_cuda or ids.numel() > 4 * FEW:
             if not per_slot or self._sorted is None or self._sorted[0] is not ids:  # gate_up's sort serves down too
                 self._sorted = (ids, *_sort(ids, weight.experts))
@@ -99,6 +101,30 @@ class Products:
         self._used[key] = None
         self._best[key](x, weight.plain, y, ids)
         return y
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        weight: Matrix,
+        ids: torch.Tensor,
+        routing: w4a16.MoeRouting | None,
+        gate: Gate,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The product with gate_up and its gate in one launch: x [T, K] -> [T, J, I]; None where no kernel does both.
+
+        bias [E, 2 I].
+        """
+        w = weight.packed
+        if w is None or routing is None or routing.triton or not self.routes(weight, ids.numel()):
+            return None
+        experts, n, k = weight.shape
+        if not w4a16.fuses(w.format, ids.numel(), n, k, experts=experts):
+            return None
+        activation = w4a16.GatedActivation(gate.interleaved, gate.limit, gate.alpha)
+        return w4a16.w4a16_moe(
+            x, w.codes, w.scales, w.global_scale, fmt=w.format, routing=routing, bias=bias, activation=activation
+        )
 
     def _tune(
         self,

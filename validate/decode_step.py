@@ -1,9 +1,10 @@
 """One decode step of C streams, and the prefill of one prompt, on a `Decoder` and a static KV cache.
 
 A step is a fixed sequence of launches that reads tokens and positions from the GPU and leaves the next ones there: no
-value goes to the host, so one CUDA graph holds all of it (decode_engine.py). For an MoE layer that is eight launches:
-norm with the previous block's output, QKV, attention with cache and rotary embedding, output projection, norm with the
-router's choice, gate_up, SwiGLU, down. The first norm reads the embedding, one launch after the head picks the tokens.
+value goes to the host, so one CUDA graph holds all of it (decode_engine.py). For an MoE layer that is eight launches,
+or seven: norm with the previous block's output, QKV, attention with cache and rotary embedding, output projection, norm
+with the router's choice, gate_up, SwiGLU (where gate_up's kernel does not do it), down. The first norm reads the
+embedding, and one launch after the head picks the tokens.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -117,8 +118,10 @@ def _mlp(
     slots = len(h) * mlp.router.top_k
     route = products.routes(mlp.gate_up, slots) or products.routes(mlp.down, slots)
     chosen = glue.choose(h, added, layer.mlp_norm, eps, mlp.router, ids, route=route)
-    both = products.grouped(chosen.x, mlp.gate_up, chosen.ids, chosen.routing)
-    inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias)
+    inner = products.gated(chosen.x, mlp.gate_up, chosen.ids, chosen.routing, mlp.gate, mlp.gate_up_bias)
+    if inner is None:
+        both = products.grouped(chosen.x, mlp.gate_up, chosen.ids, chosen.routing)
+        inner = glue.gate(both, mlp.gate, chosen.ids, mlp.gate_up_bias)
     y = products.grouped(inner, mlp.down, chosen.ids, chosen.routing)
     return chosen.h, Added(y, chosen.weights, chosen.ids, mlp.down_bias)
 

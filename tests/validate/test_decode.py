@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from requant.kernels.w4a4_operands import Fp4Tensor
 from requant.manifests.gates import SpeedGate
 from requant.validate import decode_speed
 from requant.validate.decode_engine import Engine, make_glue
+from requant.validate.decode_glue import PlainGlue
 from requant.validate.decode_load import as_bf16, decoded
 from requant.validate.decode_model import Attention, Decoder, Gate, Layer, Matrix, Mlp, Moe, Router
 from requant.validate.decode_products import Products
@@ -437,6 +439,51 @@ def test_the_95th_percentile_is_the_least_value_that_95_percent_do_not_exceed():
     assert [decode_speed._p95(range(1, n + 1)) for n in (1, 8, 19, 20, 21, 60, 100, 101)] == [
         1, 8, 19, 19, 20, 57, 95, 96
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_gate_up_with_its_gate_in_one_launch_is_the_two_launches(monkeypatch, limit):
+    """The kernel that does both is played in plain torch; down is promised a routing that is older than gate_up."""
+    rng = torch.Generator().manual_seed(5)
+
+    def fp4(experts, rows, k):
+        codes = torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=rng)
+        scales = torch.full((experts, rows, k // 16), 0x30, dtype=torch.uint8)
+        return Matrix(NumberFormat.NVFP4, 0, packed=Fp4Tensor(NumberFormat.NVFP4, codes, scales, torch.ones(experts)))
+
+    calls, glue = [], PlainGlue()
+
+    def moe(x, codes, scales, scale, *, fmt, routing, x_per_slot=False, settled=False, bias=None, activation=None):
+        calls.append((activation is not None, settled))
+        packed = Fp4Tensor(fmt, codes, scales, scale)
+        weights = torch.stack([decoded(packed, e) for e in range(len(codes))])[routing.ids.long()].float()
+        y = torch.einsum("tjk,tjnk->tjn", x if x_per_slot else x[:, None].expand(-1, weights.shape[1], -1), weights)
+        if activation is None:
+            return y
+        return glue.gate(y, Gate(activation.interleaved, activation.limit, activation.alpha), routing.ids, bias)
+
+    monkeypatch.setattr(w4a16, "w4a16_moe", moe)
+    monkeypatch.setattr(w4a16, "route_experts", lambda ids, _: SimpleNamespace(ids=ids, triton=False))
+    base = decoder()
+    bias = torch.randn((EXPERTS, 2 * INNER), generator=rng)
+    gate = Gate(limit is not None, limit, 1.7)
+    gate_up, down = fp4(EXPERTS, 2 * INNER, HIDDEN), fp4(EXPERTS, HIDDEN, INNER)
+    layers = [
+        replace(a, mlp=replace(a.mlp, gate_up=gate_up, down=down, gate=gate, gate_up_bias=bias))
+        if isinstance(a.mlp, Moe) else a
+        for a in base.layers
+    ]  # fmt: skip
+    model, seen = replace(base, layers=tuple(layers)), []
+    for fused in (True, False):
+        monkeypatch.setattr(w4a16, "fuses", lambda *_, fused=fused, **__: fused)
+        engine = Engine(model, 2, 40, Products(model), glue)
+        engine.state.tokens.copy_(torch.tensor([3, 30]))
+        for _ in range(5):
+            engine.step()
+        seen.append((engine.logits, calls[:2]))
+        calls.clear()
+    torch.testing.assert_close(seen[0][0], seen[1][0], rtol=1e-5, atol=1e-5)
+    assert [made for _, made in seen] == [[(True, False), (False, True)], [(False, False), (False, True)]]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Steps of the decode engine (validate/decode_*.py) with random weights at a family's real shapes, on this GPU:
 
 python tests/gpu/bench_decode.py [--config gpt-oss-20b] [--kinds nvfp4 bf16 ...] [--streams 1 8 16] [--json FILE]
+python tests/gpu/bench_decode.py --show FILE
 
 Every row is measured by validate/decode_speed.py, as stage `speed` does it for a checkpoint: waves of random prompts,
 the graph's tokens against the eager step's, the roofline from the card's read bandwidth in the same run. Prints the
@@ -39,7 +40,7 @@ def main() -> None:
     begin = time.time()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--config", default="gpt-oss-20b", help="a built-in name or a config.json")
-    parser.add_argument("--kinds", nargs="+", default=["bf16", "nvfp4", "nvfp4-all", "mxfp4"], choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=["nvfp4", "bf16", "nvfp4-all", "mxfp4"], choices=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--requests", nargs="+", type=int, default=[8, 16, 16])
     parser.add_argument("--prompt", type=int, default=512)
@@ -47,7 +48,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--trace", action="store_true", help="keep what each launch of a step cost")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, help="print the tables of such a FILE, and measure nothing")
     given = parser.parse_args()
+    if given.show:
+        show(json.loads(given.show.read_text(encoding="utf-8"))["points"], given.kinds)
+        return
     gate = SpeedGate(
         concurrency=tuple(given.streams), requests=tuple(given.requests[: len(given.streams)]),
         prompt_tokens=given.prompt, output_tokens=given.tokens,
@@ -86,7 +91,7 @@ def main() -> None:
             spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.seconds.items())
             print(f"[{time.time() - begin:.1f} s] {label}: {said}; seconds so far: {spent}", flush=True)
             print(rows(data["points"], [kind])[-1], flush=True)
-    print("\n".join([*rows(data["points"], given.kinds), "", *parts(data["points"])]))
+    show(data["points"], given.kinds)
 
 
 def trace(capacity: int, decoder: Decoder, streams: int, products: Products) -> list[tuple[str, float]]:
@@ -101,10 +106,16 @@ def trace(capacity: int, decoder: Decoder, streams: int, products: Products) -> 
     return [(name[:60], round(us, 2)) for name, us in spent[slice(*KEPT)]]
 
 
+def show(points: dict, kinds: list[str]) -> None:
+    """Both tables."""
+    print("\n".join([*rows(points, kinds), "", *parts(points)]))
+
+
 def rows(points: dict, kinds: list[str]) -> list[str]:
     """The table of steps."""
     lines = []
     for kind in kinds:
+        title = TITLES[kind]
         for label, p in points.items():
             if label.rsplit(" ", 1)[0] != kind:
                 continue
@@ -112,11 +123,12 @@ def rows(points: dict, kinds: list[str]) -> list[str]:
             base = points.get(f"bf16 {streams}")
             ratio = f"{base['step_us_median'] / p['step_us_median']:.2f}" if base and kind != "bf16" else "-"
             lines.append(
-                f"| {TITLES[kind]} | {streams} | {p['bytes'] / 1e9:.2f} | {p['step_us_median']:,.0f} / "
+                f"| {title} | {streams} | {p['bytes'] / 1e9:.2f} | {p['step_us_median']:,.0f} / "
                 f"{p['step_us_p95']:,.0f} | {100 * p['of_roofline']:.0f}% | {p['stream_tokens_per_s']:,.0f} | "
                 f"{p['decode_tokens_per_s']:,.0f} | {p['output_tokens_per_s']:,.0f} | {ratio} | "
                 f"{p['ttft_ms_median']:,.1f} / {p['ttft_ms_p95']:,.1f} |"
             )
+            title = ""
     return lines
 
 

@@ -14,6 +14,7 @@
 #   w4a4         emulated W4A4 on converted layers: NVFP4 of DeepSeek-V4-Flash's experts, MXFP4 of Qwen3-30B-A3B's, and
 #                with CAPTURED (what capture_layers.py wrote) those under captured activations
 #   speed        gpt-oss-20b at full size, random weights, converted: `requant validate --only speed`
+#   decode       the decode engine on random weights made on the GPU (bench_decode.py)
 #   model        the stage `model` (model_stage.sh)
 #   tests        the tests marked `gpu`
 # What is timed runs alone. Checkpoints are made side by side, and so are judgements without a clock.
@@ -24,7 +25,7 @@
 set -uo pipefail
 out=$1 commit=$2 work=${3:-$(mktemp -d)}
 failures=0 beside=()
-all=" doctor sanitize quantizers convert deepseek-v4 gpt-oss w4a4 speed model tests "
+all=" doctor sanitize quantizers convert deepseek-v4 gpt-oss w4a4 speed decode model tests "
 steps=" ${STEPS:-$all} "
 for name in $steps; do
   [[ $all == *" $name "* ]] || { echo "STEPS: no step is called $name; there are:$all" >&2; exit 2; }
@@ -131,6 +132,7 @@ together
 
 # --- timed, one after the other ---------------------------------------------------------------------------------------
 wanted speed && step speed 200 bash -c "speed '$work/gpt-oss-20b-nvfp4' '$out'"
+wanted decode && step decode 150 python3 tests/gpu/bench_decode.py --json "$out/decode.json"
 for model in deepseek-v4 gpt-oss; do
   wanted "$model" && step "$model-bench" 120 python3 -P -m requant.convert.cli bench "$work/$model-nvfp4" --quiet --out "$out/$model"
 done

@@ -312,7 +312,7 @@ def attend(
     lane = tl.arange(0, HALF)
     wide = tl.arange(0, D)
     member = tl.arange(0, GROUP)
-    position = tl.load(position_ptr + token)
+    position = tl.load(position_ptr + token, cache_modifier=".cg")
     first = tl.maximum(0, position - window + 1) if window > 0 else 0
     each = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
     begin = first + split * each
@@ -322,9 +322,11 @@ def attend(
     cache = (token * KV_HEADS + kv_head).to(tl.int64) * capacity * D
     key = begin + tl.arange(0, BLOCK)
     k_row = cache + key[:, None] * D + lane[None, :]
-    k1 = tl.load(k_cache_ptr + k_row, mask=(key < end)[:, None], other=0.0)
-    k2 = tl.load(k_cache_ptr + k_row + HALF, mask=(key < end)[:, None], other=0.0)
-    v = tl.load(v_cache_ptr + cache + key[:, None] * D + wide[None, :], mask=(key < end)[:, None], other=0.0)
+    there = (key < end)[:, None]
+    k1 = tl.load(k_cache_ptr + k_row, mask=there, other=0.0, cache_modifier=".cg")
+    k2 = tl.load(k_cache_ptr + k_row + HALF, mask=there, other=0.0, cache_modifier=".cg")
+    v_row = cache + key[:, None] * D + wide[None, :]
+    v = tl.load(v_cache_ptr + v_row, mask=there, other=0.0, cache_modifier=".cg")
     _enter(PDL)
 
     row = token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D
@@ -385,9 +387,10 @@ def attend(
         key = start + BLOCK + tl.arange(0, BLOCK)
         there = (key < end)[:, None]
         k_row = cache + key[:, None] * D + lane[None, :]
-        k1 = tl.load(k_cache_ptr + k_row, mask=there, other=0.0)
-        k2 = tl.load(k_cache_ptr + k_row + HALF, mask=there, other=0.0)
-        v = tl.load(v_cache_ptr + cache + key[:, None] * D + wide[None, :], mask=there, other=0.0)
+        k1 = tl.load(k_cache_ptr + k_row, mask=there, other=0.0, cache_modifier=".cg")
+        k2 = tl.load(k_cache_ptr + k_row + HALF, mask=there, other=0.0, cache_modifier=".cg")
+        v_row = cache + key[:, None] * D + wide[None, :]
+        v = tl.load(v_cache_ptr + v_row, mask=there, other=0.0, cache_modifier=".cg")
     if SPLITS == 1:
         _finish(most, total, out, sinks_ptr, out_ptr, token, head, live, wide, HEADS, D, SINKS)
     else:

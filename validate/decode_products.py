@@ -47,6 +47,8 @@ class Products:
         self._best: dict[tuple[int, ...], Product] = {}
         self._near: dict[tuple[int, ...], list[tuple[str, Product]]] = {}
         self._used: dict[tuple[int, ...], None] = {}
+        self._joins: dict[tuple[int, ...], bool] = {}
+        self._may_join: dict[tuple[int, ...], None] = {}
         self._sorted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.chosen: dict[str, str] = {}
 
@@ -119,7 +121,11 @@ class Products:
         if w is None or routing is None or routing.triton or not self.routes(weight, ids.numel()):
             return None
         experts, n, k = weight.shape
-        if not w4a16.fuses(w.format, ids.numel(), n, k, experts=experts):
+        key = (ids.numel(), experts, n, k)
+        if key not in self._joins:
+            self._joins[key] = w4a16.fuses(w.format, ids.numel(), n, k, experts=experts)
+        self._may_join[key] = None
+        if not self._joins[key]:
             return None
         activation = w4a16.GatedActivation(gate.interleaved, gate.limit, gate.alpha)
         return w4a16.w4a16_moe(
@@ -158,7 +164,18 @@ class Products:
         """Choose again among the products that came near the fastest: the one with which a step, as `step_us` measures
         it, takes least. What overlaps, and on which multiprocessors blocks find room, no other measurement shows."""
         self._used.clear()
+        self._may_join.clear()
         step_us()
+        for key in [key for key in self._may_join if self._joins[key]]:
+            times: dict[bool, float] = {}
+            for joined in (True, False):
+                self._joins[key] = joined
+                times[joined] = step_us()
+            self._joins[key] = times[True] <= times[False]
+            told = f"gate_up {times[True]:.1f}, gate_up and gate {times[False]:.1f}"
+            self.chosen[f"gate of {_label(key)}"] = (
+                f"{'one launch' if self._joins[key] else 'two'} (us of a step: {told})"
+            )
         for key in [*self._used, *self._used]:  # twice: which product is best for one shape depends on the others'
             near = self._near[key]
             if len(near) < 2:

@@ -24,7 +24,7 @@ from requant.validate.decode_step import Cache, State, prefill, step
 
 __all__ = ["Engine", "Wave", "make_glue"]
 
-_TIMED: Final = 7
+_TIMED: Final = 5
 """Steps that are timed for each product that might be chosen."""
 
 

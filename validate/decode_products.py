@@ -22,7 +22,7 @@ __all__ = ["Products"]
 
 FEW: Final = 64
 """Tokens up to which the kernels for few tokens are tried."""
-_NEAR: Final = 1.35
+_NEAR: Final = 1.25
 _TRIED: Final = 4
 """A product that takes so many times the fastest one's time is still tried in a whole step, but at most so many."""
 _TRIED_AGAIN: Final = 2

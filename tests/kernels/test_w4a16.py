@@ -3,6 +3,7 @@
 # ruff: noqa: C408  arguments read best as keywords
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from itertools import product
@@ -256,6 +257,32 @@ def test_the_sources_compile_for(arch, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "probe.cubin").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+def test_nothing_that_another_kernel_wrote_is_read_as_a_constant(tmp_path):
+    """The compiler moves loads of constants over the wait for the kernel before, which has not written them then."""
+    probe, ptx = tmp_path / "probe.cu", tmp_path / "probe.ptx"
+    params = "const __grid_constant__ requant::Params"
+    maps = "const __grid_constant__ requant::TensorMaps"
+    nvfp4 = "requant::Format::kNvfp4"
+    lines = [
+        '#include "w4a16_core.cuh"',
+        '#include "w4a16_split.cuh"',
+        f"template __global__ void requant::w4a16_split_kernel<{nvfp4}, 3, 15, 4, true>({params}, {maps});",
+        f"template __global__ void requant::w4a16_stream_kernel<{nvfp4}, 2, 8, 3, requant::Alignment::kScale16>"
+        f"({params}, {maps});",
+        f"template __global__ void requant::w4a16_kernel<{nvfp4}, 0, 1, 3, requant::Alignment::kScale16, 512, 1>"
+        f"({params});",
+    ]
+    probe.write_text("\n".join(lines))
+    command = [NVCC, "-std=c++17", "-I", str(w4a16_library.SOURCES), "-ptx", "-arch=compute_90a", "-o", str(ptx)]
+    run = subprocess.run([*command, str(probe)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    text = ptx.read_text()
+    assert text.count("griddepcontrol.wait") >= 3
+    # Scales of experts are FP32, biases BF16; routing and x are integers, alone or four at a time.
+    assert set(re.findall(r"ld\.global\.nc\.([.\w]+)", text)) <= {"f32", "u16", "b16"}
 
 
 def test_availability_says_what_is_missing_here(monkeypatch):

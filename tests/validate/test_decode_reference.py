@@ -50,6 +50,12 @@ def model():
 def test_one_layer_of_each_kind_is_enough(model):
     kinds = [(a.attention.window, isinstance(a.mlp, Moe)) for a in few_layers(model).layers]
     assert kinds == [(5, True), (0, True), (5, False)]
+    plain = model.layers[1]
+    fp4 = replace(
+        plain, attention=replace(plain.attention, out=replace(plain.attention.out, stored=NumberFormat.NVFP4))
+    )
+    mixed = few_layers(replace(model, layers=(plain, plain, fp4, fp4)))
+    assert [layer.attention.out.stored for layer in mixed.layers] == [NumberFormat.BF16, NumberFormat.NVFP4]
     alike = replace(model, layers=model.layers[1:2] * 4)
     assert len(few_layers(alike).layers) == 2
     assert len(few_layers(replace(model, layers=model.layers[:1])).layers) == 1
@@ -167,6 +173,26 @@ def test_a_prefill_that_is_wrong_is_seen(monkeypatch, model):
 
     monkeypatch.setattr("requant.validate.decode_engine.prefill", uncaused)
     assert check_prefill(model, torch.arange(30), Products(model)).error > 2 * BOUND
+
+
+@pytest.mark.parametrize("wrong", ["attention", "experts", "tile"])
+def test_a_prefill_that_is_wrong_in_the_last_kind_of_layer_or_in_one_tile_is_seen(monkeypatch, model, wrong):
+    model, real = replace(model, layers=model.layers[:4]), decode_reference.prefill
+
+    def spoilt(decoder, cache, *rest):
+        layers = list(decoder.layers)
+        if wrong == "attention":
+            layers[1] = replace(layers[1], attention=replace(layers[1].attention, sinks=None))
+        if wrong == "experts":
+            layers[1] = replace(layers[1], mlp=replace(layers[1].mlp, down_bias=None))
+        out = real(replace(decoder, layers=tuple(layers)), cache, *rest)
+        for part in cache.layers[-1] if wrong == "tile" else ():
+            part[:, :, 48:] += 1
+        return out
+
+    assert check_prefill(model, torch.arange(57) % VOCABULARY, Products(model)).error < 1e-5
+    monkeypatch.setattr("requant.validate.decode_engine.prefill", spoilt)
+    assert check_prefill(model, torch.arange(57) % VOCABULARY, Products(model)).error > 2 * BOUND
 
 
 def test_a_token_that_is_not_the_largest_logit_is_seen(monkeypatch, model):

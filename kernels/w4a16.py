@@ -60,7 +60,7 @@ MINIMUM_CAPABILITY: Final = (8, 0)
 class MoeRouting:
     """Slots sorted by expert, for every GEMM of one layer: build it once with `route_experts`.
 
-    data: int32 on the GPU, layout in csrc/w4a16.cu (triton: in triton/w4a16.py, which alone reads it). tokens x
+    data: int32 on the GPU, layout in csrc/w4a16_routing.cuh (triton: in triton/w4a16.py, which alone reads it). tokens x
     slots_per_token slots over `experts` experts.
     """
 
@@ -81,11 +81,16 @@ class GatedActivation:
     """SwiGLU of an expert's gate and up rows: silu(gate) * up. interleaved: they take turns, else gate's come first.
 
     limit: gpt-oss's form, (up + 1) * gate * sigmoid(alpha * gate) with gate clamped from above and up from both sides.
+    Raises ValueError for a limit that is not positive: the kernel takes 0 for none.
     """
 
     interleaved: bool = False
     limit: float | None = None
     alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit is {self.limit}: it must be positive, or None for SwiGLU without a clamp")
 
 
 def availability() -> tuple[Literal["runs", "compiles", "unavailable"], str]:

@@ -94,7 +94,7 @@ def _dense_tail_bytes(k: int, width: int, config: Config) -> int:
 
 
 def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
-    """Shared memory per block of a stream, as csrc/w4a16.cu lays it out."""
+    """Shared memory per block of a stream, as csrc/w4a16_stream_launch.cuh lays it out."""
     slots, stages, rows = config.row_warps * config.depth, _ceil(k, STAGE_K), TILE_ROWS * config.row_tiles
     scales = SCALE_STAGES * STAGE_K // fmt.group + (0 if alignment(fmt, k) == SCALE16 else 16)
     rings = slots * rows * (STAGE_K // 2 + scales)

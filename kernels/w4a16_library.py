@@ -81,7 +81,7 @@ MESSAGES: Final = {
     -6: "the driver cannot encode tensor maps",
     -7: "experts may have more tokens than a stream takes at a time",
     -8: "the block scales of an expert do not fill whole 16-byte pieces, which this stream needs",
-    -9: "gate and up rows do not fill whole tiles",
+    -9: "rows do not fill whole tiles of 16, which a bias, an activation and an early start need",
 }
 
 

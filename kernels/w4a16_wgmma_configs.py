@@ -26,7 +26,7 @@ LEAST_TOKENS: Final = 9
 STAGE_K: Final = 256
 """kStageK of csrc/w4a16_types.cuh."""
 TILE_ROWS: Final = 64
-"""kWgRows of csrc/w4a16_wgmma.cuh: rows of one warpgroup."""
+"""kWgRows of csrc/w4a16_wgmma_types.cuh: rows of one warpgroup."""
 MAX_GROUPS: Final = 4
 """kWgMaxGroups: warpgroups of a block."""
 MAX_DEPTH: Final = 8
@@ -85,7 +85,7 @@ def width_for(tokens: int) -> int:
 
 
 def x_stage_k(width: int) -> int:
-    """k of one stage of x (kXBlocks of csrc/w4a16_wgmma.cuh)."""
+    """k of one stage of x (kXBlocks of csrc/w4a16_wgmma_types.cuh)."""
     return 128 if width == 64 else 256
 
 

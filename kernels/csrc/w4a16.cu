@@ -253,7 +253,8 @@ static int place_core(Params& p, const RequantCall& call, int width, int most, i
 
 // 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
 // or one whose blocks would have to do more than one unit, -5 a block of one warp, -6 no tensor maps, -7 a stream whose experts
-// may have more tokens than it takes, -8 one whose experts' block scales are no whole 16-byte pieces; else a cudaError_t.
+// may have more tokens than it takes, -8 one whose experts' block scales are no whole 16-byte pieces, -9 rows that
+// are no multiple of 16 where the split kernel does more than the product; else a cudaError_t.
 int requant_w4a16(const RequantCall* call, void* stream) {
   if (call->wgmma) return call_wgmma(*call, stream);
   if (call->stream) return call_stream(*call, stream);

@@ -71,7 +71,7 @@ struct Params {
   int remote_offset;                 // dense, up to 8 tokens: sums from the other blocks of the cluster
   int all_rows;                      // streams: of all experts
   int stream_scales_offset;          // streams: the ring of block scales
-  int barriers_offset;               // streams: one barrier per stage, [warp][stage]; dense: one, for the cluster's sums
+  int barriers_offset;               // one barrier per stage, [warp][stage]; dense: behind them the cluster's
   int constant_weights;              // they may be fetched before the previous kernel has finished
   // w4a16_split.cuh only
   int settled;                 // routing and weights are older than the kernel before this one, and may be read while it runs

@@ -2,7 +2,7 @@
 
 Run on a machine with the GPU: `REQUANT_W4A16_LIBRARY=lib.so python tests/gpu/w4a16_sweep.py check dense moe --out DIR`.
 The library is built with -DREQUANT_SWEEP for variants beyond the shipped ones. Results go to DIR/*.json; the winners are
-copied by hand into kernels/w4a16_configs.py.
+copied by hand into kernels/w4a16_h200.py.
 """
 
 # ruff: noqa: B023, C408, E501  a script of measurements: configurations are keyword dicts, closures are called at once

@@ -60,8 +60,8 @@ MINIMUM_CAPABILITY: Final = (8, 0)
 class MoeRouting:
     """Slots sorted by expert, for every GEMM of one layer: build it once with `route_experts`.
 
-    data: int32 on the GPU, layout in csrc/w4a16_routing.cuh (triton: in triton/w4a16.py, which alone reads it). tokens x
-    slots_per_token slots over `experts` experts.
+    data: int32 on the GPU, layout in csrc/w4a16_routing.cuh (triton: in triton/w4a16.py, which alone reads it).
+    tokens x slots_per_token slots over `experts` experts.
     """
 
     data: Tensor

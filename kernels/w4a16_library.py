@@ -26,6 +26,7 @@ __all__ = [
     "Library",
     "architecture",
     "build",
+    "defines",
     "find_nvcc",
     "given_library",
     "launch",
@@ -156,6 +157,11 @@ def architecture(major: int, minor: int) -> str:
     return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
 
 
+def defines(arch: str) -> list[str]:
+    """What the sources are told about the target."""
+    return ["-DREQUANT_WGMMA"] if arch == WGMMA_ARCHITECTURE else []
+
+
 def build(arch: str) -> Path:
     """Compile csrc/w4a16.cu for `arch` ("90a", "80") unless the cache has it; returns the library's path."""
     nvcc = find_nvcc()
@@ -177,8 +183,7 @@ def build(arch: str) -> Path:
         out = Path(scratch) / "w4a16.so"
         gencode = f"arch=compute_{arch},code=sm_{arch}"
         flags = ["-std=c++17", "-O3", "-gencode", gencode, "-Xcompiler", "-fPIC", "-shared", "--threads", "0"]
-        if arch == WGMMA_ARCHITECTURE:
-            flags.append("-DREQUANT_WGMMA")
+        flags += defines(arch)
         run = subprocess.run(
             [nvcc, *flags, "-o", str(out), str(SOURCES / "w4a16.cu")], capture_output=True, text=True, check=False
         )

@@ -120,7 +120,7 @@ constexpr uint64_t kSwizzledRows = (uint64_t{1} << 62) | (uint64_t{1024 >> 4} <<
 template <int N>
 struct Wgmma;
 
-#define REQUANT_WGMMA(N, LIST, D0, D1, D2, D3, DESC, ...)                                                              \
+#define REQUANT_WGMMA_N(N, LIST, D0, D1, D2, D3, DESC, ...)                                                            \
   template <>                                                                                                          \
   struct Wgmma<N> {                                                                                                    \
     static __device__ __forceinline__ void run(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                \
@@ -133,16 +133,16 @@ struct Wgmma;
   }
 #define REQUANT_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 
-REQUANT_WGMMA(8, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8", REQUANT_F4(0));
-REQUANT_WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", "%11", "%12", REQUANT_F4(0), REQUANT_F4(4));
-REQUANT_WGMMA(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16", "%17", "%18", "%19",
+REQUANT_WGMMA_N(8, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8", REQUANT_F4(0));
+REQUANT_WGMMA_N(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", "%11", "%12", REQUANT_F4(0), REQUANT_F4(4));
+REQUANT_WGMMA_N(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16", "%17", "%18", "%19",
               "%20", REQUANT_F4(0), REQUANT_F4(4), REQUANT_F4(8), REQUANT_F4(12));
-REQUANT_WGMMA(64,
+REQUANT_WGMMA_N(64,
               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
               "%23, %24, %25, %26, %27, %28, %29, %30, %31",
               "%32", "%33", "%34", "%35", "%36", REQUANT_F4(0), REQUANT_F4(4), REQUANT_F4(8), REQUANT_F4(12),
               REQUANT_F4(16), REQUANT_F4(20), REQUANT_F4(24), REQUANT_F4(28));
 #undef REQUANT_F4
-#undef REQUANT_WGMMA
+#undef REQUANT_WGMMA_N
 
 }  // namespace requant

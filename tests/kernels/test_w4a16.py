@@ -93,6 +93,13 @@ def test_wrong_arguments_are_refused_with_what_was_found_and_what_is_needed():
             call(**arguments)
 
 
+@pytest.mark.parametrize("limit", [0.0, -7.0, float("nan")])
+def test_an_activations_limit_is_positive_or_none(limit):
+    with pytest.raises(ValueError, match=f"limit is {limit}: it must be positive, or None"):
+        w4a16.GatedActivation(limit=limit)
+    assert w4a16.GatedActivation(limit=7.0).limit == 7.0
+
+
 def test_no_tokens_is_an_empty_answer_and_no_launch():
     import torch
 
@@ -268,19 +275,22 @@ def test_nothing_that_another_kernel_wrote_is_read_as_a_constant(tmp_path):
     nvfp4 = "requant::Format::kNvfp4"
     lines = [
         '#include "w4a16_core.cuh"',
+        '#include "w4a16_dense.cuh"',
         '#include "w4a16_split.cuh"',
         f"template __global__ void requant::w4a16_split_kernel<{nvfp4}, 3, 15, 4, true>({params}, {maps});",
         f"template __global__ void requant::w4a16_stream_kernel<{nvfp4}, 2, 8, 3, requant::Alignment::kScale16>"
         f"({params}, {maps});",
         f"template __global__ void requant::w4a16_kernel<{nvfp4}, 0, 1, 3, requant::Alignment::kScale16, 512, 1>"
         f"({params});",
+        f"template __global__ void requant::w4a16_dense_kernel<{nvfp4}, 4, 1, 3, requant::Alignment::kScale16, 512, 1>"
+        f"({params}, const __grid_constant__ CUtensorMap);",
     ]
     probe.write_text("\n".join(lines))
     command = [NVCC, "-std=c++17", "-I", str(w4a16_library.SOURCES), "-ptx", "-arch=compute_90a", "-o", str(ptx)]
     run = subprocess.run([*command, str(probe)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     text = ptx.read_text()
-    assert text.count("griddepcontrol.wait") >= 3
+    assert text.count("griddepcontrol.wait") >= 4
     # Scales of experts are FP32, biases BF16; routing and x are integers, alone or four at a time.
     assert set(re.findall(r"ld\.global\.nc\.([.\w]+)", text)) <= {"f32", "u16", "b16"}
 

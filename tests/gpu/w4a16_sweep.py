@@ -1,7 +1,8 @@
 """Check and tune W4A16 on the GPU at hand: correctness first, then every sensible configuration of every shape.
 
 Run on a machine with the GPU: `REQUANT_W4A16_LIBRARY=lib.so python tests/gpu/w4a16_sweep.py check dense moe --out DIR`.
-The library is built with -DREQUANT_SWEEP for variants beyond the shipped ones. Results go to DIR/*.json; the winners are
+The library is built with -DREQUANT_SWEEP for variants beyond the shipped ones, and without -DREQUANT_WGMMA for those of
+`mma.sync` that SM90 does not need. Results go to DIR/*.json; the winners are
 copied by hand into kernels/w4a16_h200.py.
 """
 
@@ -54,7 +55,6 @@ def variants():
 
 ALL_VARIANTS = variants()
 VARIANTS = {v for v in ALL_VARIANTS if v[8] == 0}
-STREAMS = {v for v in ALL_VARIANTS if v[8] > 0}
 
 
 def stream():

@@ -43,9 +43,10 @@ def dequantize(
     at = tl.program_id(1).to(tl.int64) * groups + group
     raw = tl.load(scales_ptr + at, mask=there, other=0).to(tl.int32)
     step = e4m3(raw) * tl.load(scale_ptr + tl.program_id(1)) if NVFP4 else e8m0(raw)
-    step = step[:, None] * 16384.0
+    step = step[:, None]
     byte = tl.load(codes_ptr + at[:, None] * (GROUP // 2) + pair[None, :], mask=there[:, None], other=0).to(tl.int32)
-    both = tl.join(_value(byte & 15) * step, _value(byte >> 4) * step)
+    # 2^14 goes to the codes: the largest E8M0 scales times it would be infinite, and infinite times a zero NaN.
+    both = tl.join(_value(byte & 15) * 16384.0 * step, _value(byte >> 4) * 16384.0 * step)
     out = tl.reshape(both.to(tl.bfloat16), (BLOCK, GROUP))
     tl.store(out_ptr + at[:, None] * GROUP + tl.arange(0, GROUP)[None, :], out, mask=there[:, None])
 

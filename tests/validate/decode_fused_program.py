@@ -164,6 +164,11 @@ def decoded():
             powers = slice(0, 2 if lead else None) if fmt is NumberFormat.NVFP4 else slice(None)
             say("decoded", [ours[powers]], [exact[powers]])
             assert ((ours - exact).abs() <= 2**-7 * exact.abs()).all()
+    largest = torch.tensor([[253, 254]], dtype=torch.uint8)  # 2^126, 2^127: of both groups the codes 0, 1 (0.5), 2 (1)
+    codes = torch.tensor([0x10, 0x22] * 16, dtype=torch.uint8).reshape(1, 32)
+    got = to_bf16(Fp4Tensor(NumberFormat.MXFP4, codes, largest, None)).float()
+    assert got[0, :4].tolist() == [0.0, 2.0**125, 2.0**126, 2.0**126]
+    assert got[0, 32:36].tolist() == [0.0, 2.0**126, 2.0**127, 2.0**127]
 
 
 def products():

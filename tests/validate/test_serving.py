@@ -336,6 +336,9 @@ def test_an_answer_that_breaks_off_is_a_fault_of_the_server_and_no_crash(answer,
             with taken:
                 taken.recv(4096)
                 taken.sendall(answer)
+                taken.shutdown(socket.SHUT_WR)
+                while taken.recv(4096):  # a socket closed on unread bytes resets the connection, and the answer is lost
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()

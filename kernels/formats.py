@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "BF16_BITS_PER_WEIGHT",
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "E2M1_VALUES",
@@ -52,7 +51,6 @@ MXFP4_GROUP: Final = 32
 """Elements along K that share one E8M0 scale (OCP MX v1.0, 5.2)."""
 NVFP4_GROUP: Final = 16
 """Elements along K that share one E4M3 scale."""
-BF16_BITS_PER_WEIGHT: Final = 16
 
 E2M1_MAGNITUDES: Final[NDArray[np.float32]] = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 """|value| of an E2M1 code, by code & 7."""

@@ -8,7 +8,7 @@ checkpoint through the family's transformers class; decode_step.py runs it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from requant.kernels.formats import NumberFormat
@@ -168,7 +168,3 @@ class Decoder:
                 small += [mlp.gate_up_bias, mlp.down_bias]
             total += sum(t.nbytes for t in small if t is not None)
         return total
-
-    def with_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Decoder:
-        """The same with longer or shorter rotary tables."""
-        return replace(self, cos=cos, sin=sin)

@@ -11,33 +11,23 @@ from __future__ import annotations
 import base64
 import select
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 from urllib.parse import urlsplit
+
+from loopback import Loopback
 
 CHUNK = 64 * 1024
 
 
-class ForwardProxy:
+class ForwardProxy(Loopback):
     """A context manager. `url` is what HTTP_PROXY and HTTPS_PROXY take."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.password: str | None = None
-        handler = type("BoundHandler", (Handler,), {"proxy": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self.address = f"127.0.0.1:{self._http.server_address[1]}"
-        self.url = f"http://{self.address}"
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        super().__init__(Handler, "proxy")
+        self.address = f"127.0.0.1:{self.port}"
 
 
 class Handler(BaseHTTPRequestHandler):

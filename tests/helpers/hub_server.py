@@ -21,17 +21,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Self
 
 from hub_protocol import Handler
 from hub_state import BURST, CHUNK, GITATTRIBUTES, LARGE, Commit, Entry, Fault, Repo, Request, git_oid, now
+from loopback import Loopback
 
 __all__ = ["Fault", "HubServer"]
 
 
-class HubServer:
+class HubServer(Loopback):
     """The server; a context manager. `url` is HF_ENDPOINT, `token` a token that may write."""
 
     def __init__(self, root: Path, *, multipart: int = 0, xet: bool = False) -> None:
@@ -54,21 +53,8 @@ class HubServer:
         self._paced = {"in": 0.0, "out": 0.0}
         for folder in ("lfs", "parts"):
             (root / folder).mkdir(parents=True, exist_ok=True)
-        server = self
-        handler = type("BoundHandler", (Handler,), {"hub": server})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self.port = self._http.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(Handler, "hub")
         self.other_host = f"http://localhost:{self.port}"
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
 
     # for tests
 

@@ -1,7 +1,10 @@
-"""What the whole suite shares: a deterministic hypothesis profile for CI, and the budget of skipped tests.
+"""What the whole suite shares: a deterministic hypothesis profile for CI, the budget of skipped tests, and `-m gpu`.
 
 A skipped test passes unseen, so each one must stand in CONTRIBUTING.md, section "Skipped tests", with its number and
 its reason. A run that skips more than is listed there fails, whatever else it says.
+
+A machine with a GPU need not have what the other tests import (gguf, jsonschema, ...): `-m gpu` opens only the files in
+which that mark stands.
 """
 
 import os
@@ -56,6 +59,12 @@ class SkipBudget:
         if self.overrun:
             terminalreporter.section("skipped beyond CONTRIBUTING.md, section 'Skipped tests'", red=True)
             terminalreporter.write_line("\n".join(self.overrun))
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.option.markexpr == "gpu" and collection_path.name.startswith("test_") and collection_path.is_file():
+        return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_configure(config):

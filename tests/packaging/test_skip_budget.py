@@ -74,6 +74,17 @@ def test_a_whole_file_that_skips_itself_is_counted_once(project, options):
     assert project({"tests/test_x.py::test_skips": 3, "tests/test_y.py": 1}, *options).returncode == 0
 
 
+def test_gpu_tests_run_where_other_tests_modules_are_missing(project):
+    (project.folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    (project.folder / "tests" / "test_y.py").write_text("import no_such_module_at_all\n")
+    marked = "import pytest\n\n@pytest.mark.gpu\ndef test_of_the_gpu():\n    pass\n\ndef test_other():\n    pass\n"
+    (project.folder / "tests" / "test_z.py").write_text(marked)
+    done = project({}, "-m", "gpu")
+    assert done.returncode == 0, done.stdout
+    assert "1 passed, 1 deselected" in done.stdout
+    assert "No module named 'no_such_module_at_all'" in project({}, "-m", "not gpu").stdout
+
+
 def skipping(path):
     """Names of the tests and fixtures of a file that may skip; "" if the whole file may."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = '#!/bin/bash\necho "ok"; echo done\n'
 PYTHON = """#!/bin/bash
 [ "$1" = -c ] && { echo 90; exit; }
-case "$*" in *wgmma*) [ "$NO_CLUSTER" ] && exec sleep 60;; *decode_fused*) exit 3;; esac
+case "$*" in
+  *wgmma*) [ "$NO_CLUSTER" ] && { echo "========= Error: Race reported"; exec sleep 60; };;
+  *decode_fused*) exit 3;;
+esac
 echo "right${NO_CLUSTER:+, no cluster}"
 """
 SANITIZER = """#!/bin/bash
@@ -71,7 +74,7 @@ def test_the_table_says_which_runs_are_clean(sanitize, tmp_path):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[6:]]
     results = {(row[1], row[5].strip("`")): (row[2], row[3]) for row in rows}
     assert "Card, 1.0, Version 1.2, commit abc123" in table
-    assert len(rows) == len(results) == 14
+    assert len(rows) == len(results) == 20
     assert {tool for tool, _ in results} == {"memcheck", "racecheck"}
     assert results["memcheck", "python3 -P tests/gpu/w4a16_sweep.py sanitize"] == ("0 errors", "right")
     hazards = "0 hazards displayed (0 errors, 0 warnings)"
@@ -81,7 +84,7 @@ def test_the_table_says_which_runs_are_clean(sanitize, tmp_path):
     )
     assert results["memcheck", "quantize_sanitize"] == ("2 errors", "done")
     late = results["racecheck", "NO_CLUSTER=1 python3 -P tests/gpu/w4a16_wgmma_sweep.py sanitize"]
-    assert late[0] == "not finished in 2 s; the program ended with 124"
+    assert late[0] == "not finished in 2 s; errors until then: 1; the program ended with 124"
     failed = [result for (_, command), (result, _) in results.items() if "decode_fused" in command]
     assert failed == ["0 errors; the program ended with 3", f"{hazards}; the program ended with 3"]
     assert done.returncode == 4, done.stdout

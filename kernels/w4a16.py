@@ -161,7 +161,8 @@ def w4a16_matmul(
         call.global_scale = host_scale
         call.global_scales = None if device_scale is None else device_scale.data_ptr()
         call.early_start = _early_start(capability, constant_weights=constant_weights)
-        lib.launch(library, call, torch.cuda.current_stream(x.device).cuda_stream)
+        with torch.cuda.device(codes.device):
+            lib.launch(library, call, torch.cuda.current_stream().cuda_stream)
     return out
 
 
@@ -196,8 +197,9 @@ def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False, path
         library, capability, _ = _device(expert_ids)
         if lib.routing_shared_bytes(expert_ids.numel(), experts) > configs.shared_limit(capability):
             return MoeRouting(sort_slots(expert_ids, experts), tokens, per_token, experts)
-        stream = torch.cuda.current_stream(expert_ids.device).cuda_stream
-        lib.route(library, expert_ids.data_ptr(), expert_ids.numel(), per_token, experts, data.data_ptr(), stream)
+        with torch.cuda.device(expert_ids.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            lib.route(library, expert_ids.data_ptr(), expert_ids.numel(), per_token, experts, data.data_ptr(), stream)
     return MoeRouting(data, tokens, per_token, experts)
 
 
@@ -289,7 +291,6 @@ def w4a16_moe(
         fmt, routing.slots, n, k, experts=experts, capability=capability, processors=processors
     )
     _check_fuses(chosen, n, bias, activation)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     call = _call(x, codes, block_scales, out, fmt, n, k, chosen)
     call.tokens, call.experts, call.slots = tokens, experts, routing.slots
     call.x_row_per_slot = int(x_per_slot)
@@ -303,7 +304,8 @@ def w4a16_moe(
     if activation is not None:
         call.gating = INTERLEAVED if activation.interleaved else HALVES
         call.limit, call.alpha = activation.limit or 0.0, activation.alpha
-    lib.launch(library, call, stream)
+    with torch.cuda.device(codes.device):
+        lib.launch(library, call, torch.cuda.current_stream().cuda_stream)
     return out
 
 
@@ -373,7 +375,6 @@ def _device(tensor: Tensor) -> tuple[lib.Library, tuple[int, int], int]:
             f"{capability[0]}.{capability[1]}; 8.0 or later is "
             "needed. Use the CPU path."
         )
-    torch.cuda.set_device(tensor.device)
     return lib.load(lib.architecture(*capability)), capability, _processors(tensor.device.index)
 
 

@@ -47,6 +47,9 @@ def decoding_rows(data: Mapping[str, JSON]) -> Rows | None:
             )
             told.append(f"steps per second as a multiple of {name}'s: {each}")
     told += _reference(data)
+    spent = data.get("seconds")
+    if isinstance(spent, Mapping) and spent:
+        told.append("measured in seconds: " + ", ".join(f"{part} {seconds}" for part, seconds in spent.items()))
     return columns, tuple(rows), "; ".join(told)
 
 

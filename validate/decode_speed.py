@@ -41,6 +41,9 @@ __all__ = ["Bench", "Measured", "measure_model", "step_bytes"]
 _CHECKED: Final = 16
 """Greedy tokens of graph and eager steps that are compared."""
 _WARM_TOKENS: Final = 8
+_RUN_PARTS: Final = 2
+_POINT_PARTS: Final = 5
+"""Parts of a run, and of each of its points beside the waves: steps of the progress bar, some seconds each."""
 _KINDS: Final = {
     "moe": "the experts",
     "dense": "the dense products (attention projections and head)",
@@ -119,7 +122,8 @@ class Bench:
         self._measured = measured
         self._done = 0
         self.seconds: dict[str, float] = {}
-        self._total = sum(_waves(r, c) for c, r in zip(gate.concurrency, gate.requests, strict=True)) * 3
+        each = [_POINT_PARTS + _waves(r, c) for c, r in zip(gate.concurrency, gate.requests, strict=True)]
+        self._total = (_RUN_PARTS + sum(each)) * 3
         self.capacity = gate.prompt_tokens + max(gate.output_tokens, _CHECKED)  # the profiled steps go that far
         self.shown: list[JSON] = []
 
@@ -154,6 +158,12 @@ class Bench:
         begin = time.perf_counter()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
+        if part != "waves":  # those are steps one by one
+            self._advance()
+
+    def _advance(self) -> None:
+        self._done = min(self._done + 1, self._total)
+        self._progress(self._done, self._total)
 
     def run(self, name: str, decoder: Decoder) -> None:
         """Measure one decoder at every concurrency."""
@@ -212,8 +222,7 @@ class Bench:
             for wave in prompts[1:]:
                 waves.append(engine.wave(wave, gate.output_tokens))
                 touched.append(_touched(engine))
-                self._done += 1
-                self._progress(min(self._done, self._total), self._total)
+                self._advance()
         point = checked_point | _summary(waves, batch)
         moved = step_bytes(decoder, batch, statistics.mean(touched), middle)
         point |= {"bytes": moved, "experts_touched": round(statistics.mean(touched), 2), "first_tokens": tokens[1][0]}

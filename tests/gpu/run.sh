@@ -84,6 +84,10 @@ speed() {
   requant validate "$1" --only speed --quiet --set "validate.speed=${SPEED:-{\}}"
   local status=$?
   cp "$1"/requant.signoff.json "$1"/requant.signoff.md "$1"/requant.signoff.html "$2"
+  python3 -c 'import json, sys
+stage = next(s for s in json.load(open(sys.argv[1]))["stages"] if s["stage"] == "speed")
+spent = {"kernels": stage["data"].get("kernels", {}).get("seconds"), **stage["data"].get("seconds", {})}
+print("SECONDS", stage["seconds"], "of the stage:", ", ".join(f"{part} {seconds}" for part, seconds in spent.items()))' "$1/requant.signoff.json"
   [ "$status" -eq 5 ] && passed "$1" speed
 }
 passed() {

@@ -159,7 +159,9 @@ def test_each_concurrency_has_its_requests_and_the_source_stands_beside(monkeypa
         assert "of_roofline" not in p
     assert set(found.speedups("source")) == {1, 4}
     assert not found.findings
-    assert seen[-1][0] == 8
+    # Of each run load and prefill; at each concurrency products, reference, capture, tokens both ways, and two waves.
+    assert seen == [(done, 48) for done in range(1, 2 * (2 + 2 * (4 + 2)) + 1)]
+    assert set(found.data["seconds"]) >= {"load", "reference", "choosing products", "capture", "waves"}
 
 
 def test_too_little_memory_is_a_smaller_batch_and_said(monkeypatch):

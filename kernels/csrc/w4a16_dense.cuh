@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_dense(const Params& p, int row_group, cons
     return v;
   };
   float scale = p.global_scale;
-  if (p.global_scales != nullptr) scale *= __ldg(p.global_scales);
+  if (p.global_scales != nullptr) scale *= *p.global_scales;
   if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
   const auto store = [&](int t, float v) {
     if (row >= p.rows) return;

@@ -27,7 +27,7 @@ struct SplitOutputs {
 
   __device__ __forceinline__ SplitOutputs(const Params& p, const Segment& s, int token0, int token1, int lane) {
     const int g = lane >> 2, half = lane >> 1 & 1;
-    scale = p.global_scale * (p.global_scales != nullptr ? __ldg(p.global_scales + s.expert) : 1.0f);
+    scale = p.global_scale * (p.global_scales != nullptr ? p.global_scales[s.expert] : 1.0f);
     if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
     bias = EXTRA && p.bias != nullptr ? p.bias + static_cast<size_t>(s.expert) * p.rows : nullptr;
     const Gating gating = EXTRA ? p.gating : Gating::kNone;

@@ -24,7 +24,7 @@ struct Outputs {
   int numbers[2];  // of this lane's slots, -1: none
 
   __device__ __forceinline__ Outputs(const Params& params, const Segment& s, int token0, int token1) : p(params) {
-    expert_scale = p.global_scales != nullptr ? __ldg(p.global_scales + s.expert) : 1.0f;
+    expert_scale = p.global_scales != nullptr ? p.global_scales[s.expert] : 1.0f;
     const int tokens[2] = {token0, token1};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

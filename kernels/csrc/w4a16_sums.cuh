@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_outputs(const Params& p, const Unit& unit,
     return v;
   };
   float scale = p.global_scale;
-  if (p.global_scales != nullptr) scale *= __ldg(p.global_scales + unit.expert);
+  if (p.global_scales != nullptr) scale *= p.global_scales[unit.expert];
   if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
   const auto store = [&](int token, float v) {
     if (row >= p.rows) return;

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWgMaxThreads<TOKENS>, 1) w4a16_wgmma_kernel(c
 #pragma unroll 1
       for (int slot = 0; slot < p.depth; ++slot) {
         barrier_init(barriers.weights(0, group, slot), 33);  // 32 lanes' block scales, and the codes
-        barrier_init(barriers.weights(1, group, slot), 4);
+        barrier_init(barriers.weights(1, group, slot), kWgThreads);
       }
     }
     barrier_init_fence();
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kWgMaxThreads<TOKENS>, 1) w4a16_wgmma_kernel(c
   meet(p);
   if (!consumes) return;
   float scale = p.global_scale;
-  if (p.global_scales != nullptr) scale *= __ldg(p.global_scales);
+  if (p.global_scales != nullptr) scale *= *p.global_scales;
   if (!(scale > 0.0f)) scale = __uint_as_float(0x7FC00000u);  // zero, negative or NaN: poison, never a wrong number
   constexpr float kFactor = FORMAT == Format::kNvfp4 ? kBf16CodeFactor : 1.0f;
   const int row = (blockIdx.y * p.row_groups + row_group) * kWgRows + lane * 2;  // a lane stores two rows of a token

@@ -142,8 +142,7 @@ __device__ __forceinline__ void consume_sorted(const WgmmaParams& p, uint8_t* sh
       }
       x.tile += 2 * kBox >> 4;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.weights(1, group, at.slot));
+    barrier_arrive(barriers.weights(1, group, at.slot));  // every lane: racecheck takes an arrival for that lane's alone
     at.next(p.depth);
   }
   wgmma_wait<0>();
@@ -215,8 +214,7 @@ __device__ __forceinline__ void consume_gathered(const WgmmaParams& p, uint8_t* 
       }
       x.tile += kBox >> 4;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.weights(1, group, at.slot));
+    barrier_arrive(barriers.weights(1, group, at.slot));  // every lane: racecheck takes an arrival for that lane's alone
     at.next(p.depth);
   }
   wgmma_wait<0>();

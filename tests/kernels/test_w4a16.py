@@ -272,12 +272,14 @@ def test_nothing_that_another_kernel_wrote_is_read_as_a_constant(tmp_path):
     probe, ptx = tmp_path / "probe.cu", tmp_path / "probe.ptx"
     params = "const __grid_constant__ requant::Params"
     maps = "const __grid_constant__ requant::TensorMaps"
-    nvfp4 = "requant::Format::kNvfp4"
+    nvfp4, wgmma = "requant::Format::kNvfp4", "requant::WgmmaParams"
     lines = [
         '#include "w4a16_core.cuh"',
         '#include "w4a16_dense.cuh"',
         '#include "w4a16_split.cuh"',
+        '#include "w4a16_wgmma.cuh"',
         f"template __global__ void requant::w4a16_split_kernel<{nvfp4}, 3, 15, 4, true>({params}, {maps});",
+        f"template __global__ void requant::w4a16_wgmma_kernel<{nvfp4}, 32>(const __grid_constant__ {wgmma});",
         f"template __global__ void requant::w4a16_stream_kernel<{nvfp4}, 2, 8, 3, requant::Alignment::kScale16>"
         f"({params}, {maps});",
         f"template __global__ void requant::w4a16_kernel<{nvfp4}, 0, 1, 3, requant::Alignment::kScale16, 512, 1>"
@@ -290,9 +292,9 @@ def test_nothing_that_another_kernel_wrote_is_read_as_a_constant(tmp_path):
     run = subprocess.run([*command, str(probe)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     text = ptx.read_text()
-    assert text.count("griddepcontrol.wait") >= 4
-    # Scales of experts are FP32, biases BF16; routing and x are integers, alone or four at a time.
-    assert set(re.findall(r"ld\.global\.nc\.([.\w]+)", text)) <= {"f32", "u16", "b16"}
+    assert text.count("griddepcontrol.wait") >= 5
+    # Biases are BF16; scales of experts are FP32, routing and x integers, alone or four at a time.
+    assert set(re.findall(r"ld\.global\.nc\.([.\w]+)", text)) <= {"u16", "b16"}
 
 
 def test_availability_says_what_is_missing_here(monkeypatch):

@@ -4,9 +4,12 @@
     NO_CLUSTER=1 compute-sanitizer --tool racecheck python3 -P tests/gpu/w4a16_dispatched.py experts
 
 Whatever kernel is chosen, now or later, is met here; w4a16_sweep.py goes through compiled variants on tiny problems.
-Outputs are poisoned, and some rows of each are held to float64 on the CPU. NO_CLUSTER leaves out what a cluster runs
-(tests/gpu/cluster_race.cu says why). Parts run one by one as well, beside one another: each launch is told with the
-seconds so far, and the last lines count launches by the kernel's configuration.
+Outputs are poisoned, and some rows of each are held to float64 on the CPU. NO_CLUSTER is for racecheck: it leaves out
+what a cluster runs (tests/gpu/cluster_race.cu says why), and, since the tool looks at a block's shared memory and takes
+27 s for 96 slots of 4096 rows, a quarter of an expert's rows are enough where they have the same configuration.
+
+Parts run one by one as well, beside one another: each launch is told with the seconds so far, and the last lines count
+them by configuration.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from requant.kernels.reference_torch import dequantize, excess, products
 NVFP4, MXFP4 = NumberFormat.NVFP4, NumberFormat.MXFP4
 DENSE = [(4096, 4096), (7168, 2048), (5120, 2944), (12288, 4096), (8192, 8192)]
 MOE = [(6, 4096, 4096), (6, 4096, 2048), (4, 5760, 2880), (4, 2880, 2880)]  # of each token; 24 experts in all
-TOKENS, CONCURRENCY, EXPERTS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 16), 24
 NO_CLUSTER = bool(os.environ.get("NO_CLUSTER"))
+TOKENS, CONCURRENCY, EXPERTS = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16) if NO_CLUSTER else (1, 2, 4, 16), 24
 ROWS = slice(-24, None)
 """Rows of y that are judged: the last, where tails are."""
 RAGGED = [(33, 2944), (200, 2880), (72, 272)]
-FUSED = [(4, 5760, 2880), (6, 4096, 4096)]
-GATES = [w4a16.GatedActivation(interleaved=True, limit=7.0, alpha=1.702), w4a16.GatedActivation()]
+FUSED = [
+    (4, 5760, 2880, w4a16.GatedActivation(interleaved=True, limit=7.0, alpha=1.702)),
+    (6, 4096, 4096, w4a16.GatedActivation()),
+]
 DEVICE = "cuda"
 BEGIN = time.perf_counter()
 
@@ -82,6 +87,13 @@ def ragged(launched):
     products_of(launched, [(fmt, shape) for shape in RAGGED for fmt in (NVFP4, MXFP4)])
 
 
+def rows_of(fmt, slots, n, k):
+    """How many rows of an expert are multiplied."""
+    fewer = n // 4 // 16 * 16
+    chosen = [w4a16_configs.choose_grouped(fmt, slots, rows, k, experts=EXPERTS) for rows in (n, fewer)]
+    return fewer if NO_CLUSTER and chosen[0] == chosen[1] else n
+
+
 def routed(c, top_k, k):
     """Ids and activations of c tokens."""
     return torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(c)]).int(), torch.randn(c, k).bfloat16()
@@ -100,10 +112,12 @@ def experts(launched):
     for fmt, (top_k, n, k) in ((fmt, shape) for shape in MOE for fmt in (NVFP4, MXFP4)):
         if fmt is MXFP4 and n == 4096:
             continue  # one shape of each kind of K
-        codes, scales = weight(fmt, EXPERTS, n, k)
+        whole = weight(fmt, EXPERTS, n, k)
         factors = torch.rand(EXPERTS) + 0.5 if fmt is NVFP4 else None
         given = None if factors is None else factors.to(DEVICE)
         for c in CONCURRENCY:
+            n = rows_of(fmt, c * top_k, whole[0].shape[1], k)  # noqa: PLW2901
+            codes, scales = (part[:, :n].contiguous() for part in whole)
             ids, x = routed(c, top_k, k)
             out = torch.full((c, top_k, n), torch.nan, dtype=torch.bfloat16, device=DEVICE)
             w4a16.w4a16_moe(x.to(DEVICE), codes, scales, given, ids.to(DEVICE), fmt=fmt, out=out, path="cuda")
@@ -117,11 +131,12 @@ def experts(launched):
 
 def fused(launched):
     """Bias and gate in the product's own launch, and a bias alone."""
-    for fmt, (top_k, n, k) in ((fmt, shape) for shape in FUSED for fmt in (NVFP4, MXFP4)):
-        codes, scales = weight(fmt, EXPERTS, n, k)
+    for fmt, (top_k, n, k, gate) in ((fmt, shape) for shape in FUSED for fmt in (NVFP4, MXFP4)):
+        whole, biases = weight(fmt, EXPERTS, n, k), torch.randn(EXPERTS, n).bfloat16()
         factors = (torch.rand(EXPERTS) + 0.5) * 0.01
-        bias = torch.randn(EXPERTS, n).bfloat16()
-        for c, activation in ((c, gate) for c in (1, 8) for gate in (*GATES, None)):
+        for c, activation in ((1, gate), (1, None), (8, gate), (8, None)):
+            n = rows_of(fmt, c * top_k, whole[0].shape[1], k)  # noqa: PLW2901
+            codes, scales, bias = (part[:, :n].contiguous() for part in (*whole, biases))
             config = w4a16_configs.choose_grouped(fmt, c * top_k, n, k, experts=EXPERTS)
             if not w4a16.fuses(fmt, c * top_k, n, k, experts=EXPERTS):
                 continue
@@ -138,11 +153,11 @@ def fused(launched):
                 for token, slot, e, exact, terms in judged(fmt, codes, scales, factors, ids, x):
                     found = excess(y[token, slot, ROWS][None], exact + bias[e, ROWS].double(), terms)
                     assert found <= 1, (fmt, n, k, c, found)
-            elif activation.interleaved:  # those rows hold gates and their ups
+            elif activation.interleaved:  # the last rows hold gates and their ups
                 for token, slot, e, exact, _ in judged(fmt, codes, scales, factors, ids, x):
                     both, limit = exact[0] + bias[e, ROWS].double(), activation.limit
-                    gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
-                    wanted = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+                    first, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+                    wanted = (up + 1) * first * torch.sigmoid(activation.alpha * first)
                     torch.testing.assert_close(y[token, slot, -12:].double(), wanted, rtol=0.02, atol=0.02)
             say(launched, config, fmt, (n, k), c, activation)
 

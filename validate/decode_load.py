@@ -24,6 +24,7 @@ from requant.validate.modules import Kind, Module, modules_of
 from requant.validate.numerics_read import MappedReader
 from requant.validate.opened import OpenedFolder, Tensor, open_folder
 from requant.validate.pairing import UnreadableError, weight_of
+from requant.validate.to_gpu import Transfer
 
 __all__ = ["FAMILIES", "as_bf16", "decoded", "load_decoder"]
 
@@ -72,6 +73,7 @@ class _Reader:
         self._tensors = folder.tensors
         self._config = folder.config
         self._reader = MappedReader(folder, _READ_BUDGET)
+        self._transfer = Transfer(device)
         self._model = model
         self._device = device
         self._positions = positions
@@ -244,7 +246,7 @@ class _Reader:
         raw = cast("torch.Tensor", self._reader.tensor(tensor))
         if raw.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raw = raw.view(torch.uint8)
-        moved = raw.to(self._device)
+        moved = self._transfer.copy(raw)
         return moved.transpose(-1, -2).contiguous() if turned else moved
 
     def _scales(self, tensor: Tensor, reciprocal: bool, experts: int) -> torch.Tensor:
@@ -258,7 +260,7 @@ class _Reader:
             raise ModelUnavailableError(f"{type(self._model).__name__} has {name}, and the checkpoint lacks it")
         if tensor.dtype not in ("BF16", "F16", "F32"):
             raise ModelUnavailableError(f"{name} is {tensor.dtype}: the decode engine reads FP4 and BF16")
-        return cast("torch.Tensor", self._reader.tensor(tensor)).to(self._device, self._dtype, copy=True)
+        return self._transfer.copy(cast("torch.Tensor", self._reader.tensor(tensor))).to(self._dtype)
 
     def _bias(self, names: Sequence[str]) -> torch.Tensor | None:
         """Their biases one after the other, if they have any."""

@@ -6,7 +6,8 @@
 #   tests/gpu/model_stage.sh OUT COMMIT [WORK]      results in OUT (to be committed under docs/), checkpoints in WORK
 #
 # Everything runs side by side, since nothing here is timed: most of it waits for Python, on cores of its own. DEVICE
-# (default: cuda) is the gate's; `cpu` tries the script itself. GPU_TESTS narrows the tests. Exit status: how many failed.
+# (default: cuda) is the gate's; `cpu` tries the script itself. GPU_TESTS narrows the tests, ONLY (a regular expression)
+# the checkpoints. Exit status: how many failed.
 set -uo pipefail
 out=$1 work=${3:-$(mktemp -d)} device=${DEVICE:-cuda}
 failures=0
@@ -43,6 +44,7 @@ wait_for() { while [ ! -e "$1/requant.lock.json" ] && kill -0 "$2" 2>/dev/null; 
 
 job() { # job NAME SOURCE FORMAT TO LAYOUT PATTERN MODEL-GATE [NUMERICS-GATE [RULE]]: convert, judge TOKENS (4096)
   local name=$1 source=$2 begin status rule=${9:-}
+  [[ $name =~ ${ONLY:-.} ]] || return 0
   begin=$(date +%s)
   cat >"$work/$name.yaml" <<EOF
 version: 1
@@ -92,6 +94,7 @@ BEFORE="python3 -P $work/cramped.py 1.1e9" job llama-cramped llama-mxfp4 nvfp4 n
 : >"$out/summary.txt"
 for index in "${!names[@]}"; do
   wait "${jobs[index]}" || failures=$((failures + 1))
+  [[ ${names[index]} =~ ${ONLY:-.} ]] || continue
   noted "${names[index]}" >>"$out/summary.txt" 2>&1 || failures=$((failures + 1))
 done
 wait "$tests" || failures=$((failures + 1))

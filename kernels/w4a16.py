@@ -14,18 +14,31 @@ Where there is no nvcc, kernels/triton/w4a16.py computes both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Final, Literal
 
 from requant.kernels import w4a16_configs as configs
 from requant.kernels import w4a16_library as lib
 from requant.kernels.formats import NumberFormat
+from requant.kernels.w4a16_operands import (
+    MINIMUM_CAPABILITY,
+    call_for,
+    check_bias,
+    check_expert_scales,
+    check_format,
+    check_global_scale,
+    check_out,
+    check_same_device,
+    check_tensor,
+    check_weight,
+    check_x,
+    device_of,
+    early_start,
+    processors_of,
+)
 from requant.kernels.w4a16_routing import sort_slots
 from requant.kernels.w4a16_wgmma_configs import WgmmaConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 __all__ = [
@@ -40,20 +53,10 @@ __all__ = [
 ]
 
 
-class _Properties(Protocol):
-    multi_processor_count: int
-
-
 Path = Literal["auto", "cuda", "triton"]
-FORMATS: Final = {NumberFormat.NVFP4: 0, NumberFormat.MXFP4: 1}
-"""enum Format of csrc/w4a16_types.cuh."""
-K_MULTIPLE: Final = {NumberFormat.NVFP4: 16, NumberFormat.MXFP4: 32}
-POINTER_ALIGNMENT: Final = 16
-"""Bytes: the widest single copy of the kernel."""
 HALVES: Final = 1
 INTERLEAVED: Final = 2
 """enum Gating of csrc/w4a16_types.cuh."""
-MINIMUM_CAPABILITY: Final = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class GatedActivation:
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"limit is {self.limit}: it must be positive, or None for SwiGLU without a clamp")
+
+    def put(self, call: lib.Call) -> None:
+        """Set a launch's fields."""
+        call.gating = INTERLEAVED if self.interleaved else HALVES
+        call.limit, call.alpha = self.limit or 0.0, self.alpha
 
 
 def availability() -> tuple[Literal["runs", "compiles", "unavailable"], str]:
@@ -138,29 +146,29 @@ def w4a16_matmul(
     """
     import torch
 
-    _check_format(fmt)
-    n, k = _check_weight(codes, block_scales, fmt, lead=0)
-    m = _check_x(x, k, codes)
-    host_scale, device_scale = _check_global_scale(global_scale, codes)
+    check_format(fmt)
+    n, k = check_weight(codes, block_scales, fmt, lead=0)
+    m = check_x(x, k, codes)
+    host_scale, device_scale = check_global_scale(global_scale, codes)
     if out is None:
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
     else:
-        _check_out(out, (m, n), codes)
+        check_out(out, (m, n), codes)
     if m == 0 or n == 0:
         return out
     if uses_triton(path):
         from requant.kernels.triton.w4a16 import matmul
 
         return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
-    library, capability, processors = _device(codes)
+    library, capability, processors = device_of(codes)
     for start in range(0, m, configs.MAX_TOKENS):
         rows = min(configs.MAX_TOKENS, m - start)
         chosen = config or configs.choose(fmt, rows, n, k, capability=capability, processors=processors)
-        call = _call(x[start:], codes, block_scales, out[start:], fmt, n, k, chosen)
+        call = call_for(x[start:], codes, block_scales, out[start:], fmt, n, k, chosen)
         call.tokens, call.experts = rows, 1
         call.global_scale = host_scale
         call.global_scales = None if device_scale is None else device_scale.data_ptr()
-        call.early_start = _early_start(capability, constant_weights=constant_weights)
+        call.early_start = early_start(capability, constant_weights=constant_weights)
         with torch.cuda.device(codes.device):
             lib.launch(library, call, torch.cuda.current_stream().cuda_stream)
     return out
@@ -176,7 +184,7 @@ def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False, path
 
     if expert_ids.dim() != 2:
         raise ValueError(f"expert_ids has shape {tuple(expert_ids.shape)}: it must be [tokens, experts per token]")
-    _check_tensor("expert_ids", expert_ids, (torch.int32,))
+    check_tensor("expert_ids", expert_ids, (torch.int32,))
     if experts < 1:
         raise ValueError(f"experts is {experts}: it must be at least 1")
     tokens, per_token = expert_ids.shape
@@ -194,7 +202,7 @@ def route_experts(expert_ids: Tensor, experts: int, *, check: bool = False, path
     size = lib.routing_ints(expert_ids.numel(), experts)
     data = torch.empty(size, dtype=torch.int32, device=expert_ids.device)
     if expert_ids.numel():
-        library, capability, _ = _device(expert_ids)
+        library, capability, _ = device_of(expert_ids)
         if lib.routing_shared_bytes(expert_ids.numel(), experts) > configs.shared_limit(capability):
             return MoeRouting(sort_slots(expert_ids, experts), tokens, per_token, experts)
         with torch.cuda.device(expert_ids.device):
@@ -236,44 +244,37 @@ def w4a16_moe(
     """
     import torch
 
-    _check_format(fmt)
-    n, k = _check_weight(codes, block_scales, fmt, lead=1)
+    check_format(fmt)
+    n, k = check_weight(codes, block_scales, fmt, lead=1)
     experts = codes.shape[0]
     width = n if activation is None else n // 2
     if routing is None:
         if expert_ids is None:
             raise ValueError("w4a16_moe needs expert_ids [T, topk], or a routing made from them by route_experts")
-        _check_same_device("expert_ids", expert_ids, codes)
+        check_same_device("expert_ids", expert_ids, codes)
         routing = route_experts(expert_ids, experts, check=check, path=path)
     if routing.experts != experts:
         raise ValueError(f"the routing is for {routing.experts} experts, the weight has {experts}")
     tokens, topk = routing.tokens, routing.slots_per_token
-    _check_tensor("x", x, (torch.bfloat16,))
-    _check_same_device("x", x, codes)
+    check_tensor("x", x, (torch.bfloat16,))
+    check_same_device("x", x, codes)
     wanted = (tokens, topk, k) if x_per_slot else (tokens, k)
     if tuple(x.shape) != wanted:
         raise ValueError(f"x has shape {tuple(x.shape)}: with x_per_slot={x_per_slot} it must be {wanted}")
-    if global_scales is not None:
-        _check_tensor("global_scales", global_scales, (torch.float32,))
-        _check_same_device("global_scales", global_scales, codes)
-        if tuple(global_scales.shape) != (experts,):
-            raise ValueError(f"global_scales has shape {tuple(global_scales.shape)}: it must be ({experts},)")
-        if check and not bool((global_scales > 0).all()):
-            raise ValueError("global_scales has a value that is not positive: every expert's must be > 0")
+    check_expert_scales(global_scales, experts, codes)
+    if check and global_scales is not None and not bool((global_scales > 0).all()):
+        raise ValueError("global_scales has a value that is not positive: every expert's must be > 0")
     if weights is not None:
-        _check_tensor("weights", weights, (torch.float32,))
-        _check_same_device("weights", weights, codes)
+        check_tensor("weights", weights, (torch.float32,))
+        check_same_device("weights", weights, codes)
         if tuple(weights.shape) != (tokens, topk):
             raise ValueError(f"weights has shape {tuple(weights.shape)}: it must be {(tokens, topk)}")
     if out is None:
         out = torch.empty((tokens, topk, width), dtype=torch.bfloat16, device=x.device)
     else:
-        _check_out(out, (tokens, topk, width), codes)
+        check_out(out, (tokens, topk, width), codes)
     if bias is not None:
-        _check_tensor("bias", bias, (torch.bfloat16,))
-        _check_same_device("bias", bias, codes)
-        if tuple(bias.shape) != (experts, n):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be {(experts, n)}")
+        check_bias(bias, experts, n, codes)
     if routing.slots == 0 or n == 0:
         return out
     if uses_triton(path) is not routing.triton:
@@ -286,24 +287,23 @@ def w4a16_moe(
             x, codes, block_scales, global_scales, routing.data, routing.slots,
             fmt=fmt, weights=weights, x_per_slot=x_per_slot, out=out,
         )  # fmt: skip
-    library, capability, processors = _device(codes)
+    library, capability, processors = device_of(codes)
     chosen = config or configs.choose_grouped(
         fmt, routing.slots, n, k, experts=experts, capability=capability, processors=processors
     )
     _check_fuses(chosen, n, bias, activation)
-    call = _call(x, codes, block_scales, out, fmt, n, k, chosen)
+    call = call_for(x, codes, block_scales, out, fmt, n, k, chosen)
     call.tokens, call.experts, call.slots = tokens, experts, routing.slots
     call.x_row_per_slot = int(x_per_slot)
     call.global_scale = 1.0
     call.global_scales = None if global_scales is None else global_scales.data_ptr()
     call.slot_weights = None if weights is None else weights.data_ptr()
     call.routing = routing.data.data_ptr()
-    call.early_start = _early_start(capability, constant_weights=False)
+    call.early_start = early_start(capability, constant_weights=False)
     call.settled = int(settled and n % configs.TILE_ROWS == 0)
     call.bias = None if bias is None else bias.data_ptr()
     if activation is not None:
-        call.gating = INTERLEAVED if activation.interleaved else HALVES
-        call.limit, call.alpha = activation.limit or 0.0, activation.alpha
+        activation.put(call)
     with torch.cuda.device(codes.device):
         lib.launch(library, call, torch.cuda.current_stream().cuda_stream)
     return out
@@ -315,7 +315,7 @@ def fuses(fmt: NumberFormat, slots: int, n: int, k: int, *, experts: int) -> boo
 
     if not torch.cuda.is_available() or uses_triton():
         return False
-    capability, processors = torch.cuda.get_device_capability(), _processors(torch.cuda.current_device())
+    capability, processors = torch.cuda.get_device_capability(), processors_of(torch.cuda.current_device())
     if capability < MINIMUM_CAPABILITY:
         return False
     chosen = configs.choose_grouped(fmt, slots, n, k, experts=experts, capability=capability, processors=processors)
@@ -333,142 +333,8 @@ def _check_fuses(
         raise ValueError("this shape's kernel takes neither bias nor activation: ask `fuses` before")
 
 
-def _call(
-    x: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    out: Tensor,
-    fmt: NumberFormat,
-    n: int,
-    k: int,
-    chosen: configs.Config | WgmmaConfig,
-) -> lib.Call:
-    import torch
-
-    call = lib.Call()
-    call.codes, call.block_scales = codes.data_ptr(), block_scales.data_ptr()
-    call.x, call.y = x.data_ptr(), out.data_ptr()
-    call.format, call.alignment = FORMATS[fmt], configs.alignment(fmt, k)
-    call.rows, call.k = n, k
-    call.output_is_float = int(out.dtype == torch.float32)
-    for name, value in chosen.launch_fields().items():
-        setattr(call, name, value)
-    return call
-
-
-def _early_start(capability: tuple[int, int], *, constant_weights: bool) -> int:
-    """0: start after the kernel before. 1: blocks may take their places before it ends, and then wait. 2: and may read
-    weights before they wait. Programmatic dependent launch, SM90 and later."""
-    if capability < (9, 0):
-        return 0
-    return 2 if constant_weights else 1
-
-
-def _device(tensor: Tensor) -> tuple[lib.Library, tuple[int, int], int]:
-    """The library for the tensor's GPU, its compute capability and its number of multiprocessors."""
-    import torch
-
-    capability = torch.cuda.get_device_capability(tensor.device)
-    if capability < MINIMUM_CAPABILITY:
-        raise lib.KernelBuildError(
-            f"W4A16 kernels: {torch.cuda.get_device_name(tensor.device)} has compute capability "
-            f"{capability[0]}.{capability[1]}; 8.0 or later is "
-            "needed. Use the CPU path."
-        )
-    return lib.load(lib.architecture(*capability)), capability, _processors(tensor.device.index)
-
-
-@cache
-def _processors(device: int) -> int:
-    """Multiprocessors of a GPU; torch leaves the type of its properties open."""
-    import torch
-
-    properties = cast("_Properties", torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
-    return properties.multi_processor_count
-
-
 def uses_triton(path: Path = "auto") -> bool:
     """Whether a call with this `path` is Triton's, here: routings of the two are not the same."""
     if path not in ("auto", "cuda", "triton"):
         raise ValueError(f"path is {path!r}: it must be 'auto', 'cuda' or 'triton'")
     return path == "triton" or (path == "auto" and lib.find_nvcc() is None and lib.given_library() is None)
-
-
-def _check_format(fmt: NumberFormat) -> None:
-    if fmt not in FORMATS:
-        raise ValueError(f"fmt is {fmt!r}: W4A16 knows {', '.join(f.value for f in FORMATS)}")
-
-
-def _check_tensor(name: str, tensor: Tensor, dtypes: Sequence[object]) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}: it must be {' or '.join(str(d) for d in dtypes)}")
-    if not tensor.is_cuda:
-        raise ValueError(f"{name} is on {tensor.device}: move it to a CUDA device, or use the CPU path")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}: call .contiguous() first")
-    if tensor.numel() and tensor.data_ptr() % POINTER_ALIGNMENT:
-        raise ValueError(
-            f"{name} starts {tensor.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of {POINTER_ALIGNMENT}: "
-            "call .clone() for aligned storage"
-        )
-
-
-def _check_same_device(name: str, tensor: Tensor, codes: Tensor) -> None:
-    if tensor.device != codes.device:
-        raise ValueError(f"{name} is on {tensor.device} and codes on {codes.device}: they must share a device")
-
-
-def _check_weight(codes: Tensor, block_scales: Tensor, fmt: NumberFormat, lead: int) -> tuple[int, int]:
-    import torch
-
-    names = ["experts"] * lead + ["N", "K/2"]
-    if codes.dim() != 2 + lead:
-        raise ValueError(f"codes has shape {tuple(codes.shape)}: it must be [{', '.join(names)}]")
-    _check_tensor("codes", codes, (torch.uint8,))
-    scale_type = torch.float8_e4m3fn if fmt is NumberFormat.NVFP4 else torch.float8_e8m0fnu
-    _check_tensor("block_scales", block_scales, (torch.uint8, scale_type))
-    _check_same_device("block_scales", block_scales, codes)
-    *experts, n, half_k = codes.shape
-    k, multiple = 2 * half_k, K_MULTIPLE[fmt]
-    if k == 0 or k % multiple:
-        raise ValueError(f"K is {k} (codes {tuple(codes.shape)}): for {fmt.value} it must be a multiple of {multiple}")
-    wanted = (*experts, n, k // fmt.group)
-    if tuple(block_scales.shape) != wanted:
-        raise ValueError(f"block_scales has shape {tuple(block_scales.shape)}: with these codes it must be {wanted}")
-    return n, k
-
-
-def _check_x(x: Tensor, k: int, codes: Tensor) -> int:
-    import torch
-
-    if x.dim() != 2 or x.shape[1] != k:
-        raise ValueError(f"x has shape {tuple(x.shape)}: with these codes it must be [M, {k}]")
-    _check_tensor("x", x, (torch.bfloat16,))
-    _check_same_device("x", x, codes)
-    return x.shape[0]
-
-
-def _check_global_scale(global_scale: float | Tensor, codes: Tensor) -> tuple[float, Tensor | None]:
-    import torch
-
-    if isinstance(global_scale, torch.Tensor):
-        if global_scale.numel() != 1 or global_scale.dtype != torch.float32:
-            raise ValueError(
-                f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}: it must be one float32 value"
-            )
-        if global_scale.is_cuda:
-            _check_same_device("global_scale", global_scale, codes)
-            return 1.0, global_scale
-        global_scale = float(global_scale)
-    if not 0.0 < global_scale < float("inf"):
-        raise ValueError(f"global_scale is {global_scale}: it must be positive and finite")
-    return float(global_scale), None
-
-
-def _check_out(out: Tensor, shape: tuple[int, ...], codes: Tensor) -> None:
-    import torch
-
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}: it must be {shape}")
-    _check_tensor("out", out, (torch.bfloat16, torch.float32))
-    _check_same_device("out", out, codes)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from requant.kernels import w4a16, w4a16_library
+from requant.kernels import w4a16, w4a16_library, w4a16_operands
 from requant.kernels.formats import NumberFormat
 
 
@@ -18,7 +18,7 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "current_stream", self.stream)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
         monkeypatch.setattr(torch.cuda, "set_device", self.set)
-        monkeypatch.setattr(w4a16, "_processors", lambda _: 132)
+        monkeypatch.setattr(w4a16_operands, "processors_of", lambda _: 132)
         monkeypatch.setattr(w4a16, "uses_triton", lambda _="auto": False)
         monkeypatch.setattr(w4a16_library, "load", lambda _: None)
         monkeypatch.setattr(w4a16_library, "launch", lambda _, __, stream: self.launch(stream))

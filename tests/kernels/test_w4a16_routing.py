@@ -5,6 +5,7 @@ On a GPU: the same list as the kernel's, and the products of so long a routing a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -54,9 +55,10 @@ def test_slots_without_any_expert():
 )
 def test_more_slots_than_a_block_can_sort_are_not_an_error(monkeypatch, capability, tokens, by_torch):
     asked = []
-    monkeypatch.setattr(w4a16, "_check_tensor", lambda *_: None)
-    monkeypatch.setattr(w4a16, "_device", lambda _: (None, capability, 132))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(w4a16, "check_tensor", lambda *_: None)
+    monkeypatch.setattr(w4a16, "device_of", lambda _: (None, capability, 132))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(w4a16_library, "route", lambda *given: asked.append(given[2:5]))
     ids = torch.arange(tokens * 8, dtype=torch.int32).reshape(tokens, 8) % 128
     routing = w4a16.route_experts(ids, 128, path="cuda")

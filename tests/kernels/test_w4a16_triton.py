@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from requant.kernels import w4a16
+from requant.kernels import w4a16, w4a16_operands
 from requant.kernels.formats import NumberFormat
 
 PROGRAM = Path(__file__).with_name("w4a16_triton_program.py")
@@ -51,7 +51,8 @@ def test_routing_lists_every_slot_once_in_tiles_of_one_expert() -> None:
 def test_a_routing_of_another_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(w4a16, "_check_tensor", lambda *_: None)
+    for module in (w4a16, w4a16_operands):
+        monkeypatch.setattr(module, "check_tensor", lambda *_: None)
     codes, scales = torch.zeros(2, 8, 16, dtype=torch.uint8), torch.zeros(2, 8, 2, dtype=torch.uint8)
     x = torch.zeros(3, 32, dtype=torch.bfloat16)
     routing = w4a16.MoeRouting(torch.zeros(4, dtype=torch.int32), 3, 1, 2, triton=True)

@@ -28,6 +28,7 @@ from requant.validate.gpu_clock import measure_bandwidth
 TITLES = {
     "nvfp4": "experts NVFP4, as `requant run gpt-oss-20b` makes them",
     "nvfp4-head": "experts and head NVFP4",
+    "nvfp4-out": "experts, output projection and head NVFP4",
     "nvfp4-all": "attention and head NVFP4 too",
     "mxfp4": "experts MXFP4, as published",
     "bf16": "BF16",
@@ -40,7 +41,8 @@ def main() -> None:
     begin = time.time()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--config", default="gpt-oss-20b", help="a built-in name or a config.json")
-    parser.add_argument("--kinds", nargs="+", default=["nvfp4", "bf16", "nvfp4-all", "mxfp4"], choices=list(KINDS))
+    kinds = ["nvfp4", "nvfp4-out", "nvfp4-all", "mxfp4", "bf16"]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--requests", nargs="+", type=int, default=[8, 16, 16])
     parser.add_argument("--prompt", type=int, default=512)

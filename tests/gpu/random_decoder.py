@@ -20,13 +20,14 @@ from requant.validate.decode_model import Attention, Decoder, Gate, Layer, Matri
 
 NVFP4, MXFP4, BF16 = NumberFormat.NVFP4, NumberFormat.MXFP4, NumberFormat.BF16
 KINDS: Final = {
-    "nvfp4": (NVFP4, BF16, BF16),
-    "nvfp4-head": (NVFP4, BF16, NVFP4),
-    "nvfp4-all": (NVFP4, NVFP4, NVFP4),
-    "mxfp4": (MXFP4, BF16, BF16),
-    "bf16": (BF16, BF16, BF16),
+    "nvfp4": (NVFP4, BF16, BF16, BF16),
+    "nvfp4-head": (NVFP4, BF16, BF16, NVFP4),
+    "nvfp4-out": (NVFP4, BF16, NVFP4, NVFP4),
+    "nvfp4-all": (NVFP4, NVFP4, NVFP4, NVFP4),
+    "mxfp4": (MXFP4, BF16, BF16, BF16),
+    "bf16": (BF16, BF16, BF16, BF16),
 }
-"""Formats of experts (or the MLP), attention projections and head."""
+"""Formats of experts (or the MLP), of attention's q, k and v, of its output projection, and of the head."""
 _E2M1_RMS: Final = 2.93
 """Of the sixteen codes, each as likely."""
 _EXPONENTS: Final = 4
@@ -50,7 +51,7 @@ class RandomDecoders:
         heads, kv = self._int("num_attention_heads"), self._int("num_key_value_heads")
         dim = self._int("head_dim") if c.get("head_dim") else hidden // heads
         vocabulary, family = self._int("vocab_size"), str(c["model_type"])
-        mlp_format, attention_format, head_format = KINDS[kind]
+        mlp_format, qkv_format, out_format, head_format = KINDS[kind]
         kinds = cast("list[str]", c.get("layer_types") or [])
         biased = bool(c.get("attention_bias"))
         layers: list[Layer] = []
@@ -59,8 +60,8 @@ class RandomDecoders:
             sliding = index < len(kinds) and kinds[index] == "sliding_attention"
             attention = Attention(
                 heads, kv, dim, dim**-0.5,
-                self._matrix(f"{at}.qkv", attention_format, (heads + 2 * kv) * dim, hidden),
-                self._matrix(f"{at}.out", attention_format, hidden, heads * dim),
+                self._matrix(f"{at}.qkv", qkv_format, (heads + 2 * kv) * dim, hidden),
+                self._matrix(f"{at}.out", out_format, hidden, heads * dim),
                 qkv_bias=self._vector(f"{at}.qkv_bias", (heads + 2 * kv) * dim) if biased else None,
                 out_bias=self._vector(f"{at}.out_bias", hidden) if biased else None,
                 q_norm=self._ones(dim) if family.startswith("qwen3") else None,

@@ -159,7 +159,8 @@ def w4a16_matmul(
     if uses_triton(path):
         from requant.kernels.triton.w4a16 import matmul
 
-        return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
+        with torch.cuda.device(codes.device):  # Triton launches on the current one
+            return matmul(x, codes, block_scales, global_scale, fmt=fmt, out=out)
     library, capability, processors = device_of(codes)
     for start in range(0, m, configs.MAX_TOKENS):
         rows = min(configs.MAX_TOKENS, m - start)
@@ -283,10 +284,11 @@ def w4a16_moe(
         _check_fuses(None, n, bias, activation)
         from requant.kernels.triton.w4a16 import moe
 
-        return moe(
-            x, codes, block_scales, global_scales, routing.data, routing.slots,
-            fmt=fmt, weights=weights, x_per_slot=x_per_slot, out=out,
-        )  # fmt: skip
+        with torch.cuda.device(codes.device):
+            return moe(
+                x, codes, block_scales, global_scales, routing.data, routing.slots,
+                fmt=fmt, weights=weights, x_per_slot=x_per_slot, out=out,
+            )  # fmt: skip
     library, capability, processors = device_of(codes)
     chosen = config or configs.choose_grouped(
         fmt, routing.slots, n, k, experts=experts, capability=capability, processors=processors

@@ -156,8 +156,10 @@ class Bench:
     def timing(self, part: str) -> Generator[None]:
         """Seconds of the host spent on one part of the stage, added up in `seconds`."""
         begin = time.perf_counter()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
+        try:
+            yield
+        finally:  # one that breaks off has taken them as well
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
         if part != "waves":  # those are steps one by one
             self._advance()
 

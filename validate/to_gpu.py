@@ -47,7 +47,7 @@ class Transfer:
             buffer.copy_(piece)
             there[first : first + piece.numel()].copy_(buffer, non_blocking=True)
             if self._gpu:
-                self._fetched[self._turn].record()
+                self._fetched[self._turn].record(torch.cuda.current_stream(self._device))
         return there.view(mapped.dtype).reshape(mapped.shape)
 
     def _free_buffer(self) -> torch.Tensor:

@@ -54,7 +54,7 @@ check() { # check KERNELS TOOL COMMAND...: one row of the table, in the backgrou
     said=$(grep -E "SUMMARY: " "$log" | tail -n 1 | sed -E 's/.*SUMMARY: //')
     result=${said:-no summary}
     if [ $status -eq 124 ] || [ $status -eq 137 ]; then  # the tool counts at the end, and tells as it goes
-      result="not finished in ${LIMIT:-60} s; errors until then: $(grep -cE "^=+ (Error|Warning|Invalid)" "$log")"
+      result="not finished in ${LIMIT:-60} s; errors until then: $(grep -cE "^=+ (Error|Warning|Invalid|Misaligned|Barrier error|Fatal|Program hit)" "$log")"
     fi
     said=$(grep -v "^=====" "$log" | tail -n 1)
     [ $status -eq 0 ] || result="$result; the program ended with $status"

@@ -1,5 +1,6 @@
 """W4A16 on a machine with several GPUs: launches go to the operands' device and stream; the current one stays."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,27 @@ def test_a_launch_on_another_gpu_leaves_the_current_one(gpus):
     ids = torch.zeros(3, 2, dtype=torch.int32, **there)
     y = w4a16.w4a16_moe(x, codes, scales, None, ids, fmt=NumberFormat.NVFP4)
     assert (y.device.index, gpus.launched, gpus.current) == (1, [(1, "stream of 1")] * 3, 0)
+
+
+def test_triton_launches_there_too(gpus, monkeypatch):
+    import torch
+
+    def launched(*_, out, **__):
+        gpus.launch("Triton")
+        return out
+
+    triton = SimpleNamespace(matmul=launched, moe=launched)
+    monkeypatch.setitem(sys.modules, "requant.kernels.triton.w4a16", triton)
+    monkeypatch.setattr(w4a16, "uses_triton", lambda _="auto": True)
+    there = {"device": "cuda:1"}
+    x = torch.empty(3, 256, dtype=torch.bfloat16, **there)
+    codes, scales = (torch.empty(5, 32, width, dtype=torch.uint8, **there) for width in (128, 16))
+    w4a16.w4a16_matmul(
+        x, codes.new_empty(32, 128), scales.new_empty(32, 16), 1.0, fmt=NumberFormat.NVFP4, path="triton"
+    )
+    routing = w4a16.MoeRouting(torch.zeros(4, dtype=torch.int32, **there), 3, 2, 5, triton=True)
+    w4a16.w4a16_moe(x, codes, scales, None, fmt=NumberFormat.NVFP4, routing=routing, path="triton")
+    assert (gpus.launched, gpus.current) == ([(1, "Triton")] * 2, 0)
 
 
 def test_a_launch_that_fails_leaves_it_too(gpus, monkeypatch):

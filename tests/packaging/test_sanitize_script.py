@@ -9,10 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = '#!/bin/bash\necho "ok"; echo done\n'
-PYTHON = """#!/bin/bash
+PYTHON = r"""#!/bin/bash
 [ "$1" = -c ] && { echo 90; exit; }
 case "$*" in
-  *wgmma*) [ "$NO_CLUSTER" ] && { echo "========= Error: Race reported"; exec sleep 60; };;
+  *wgmma*)
+    said="========= Error: Race reported\n=========     at 0x10\n========= Program hit cudaErrorInvalidValue"
+    [ "$NO_CLUSTER" ] && { echo -e "$said"; exec sleep 60; };;
   *decode_fused*) exit 3;;
 esac
 echo "right${NO_CLUSTER:+, no cluster}"
@@ -84,7 +86,7 @@ def test_the_table_says_which_runs_are_clean(sanitize, tmp_path):
     )
     assert results["memcheck", "quantize_sanitize"] == ("2 errors", "done")
     late = results["racecheck", "NO_CLUSTER=1 python3 -P tests/gpu/w4a16_wgmma_sweep.py sanitize"]
-    assert late[0] == "not finished in 2 s; errors until then: 1; the program ended with 124"
+    assert late[0] == "not finished in 2 s; errors until then: 2; the program ended with 124"
     failed = [result for (_, command), (result, _) in results.items() if "decode_fused" in command]
     assert failed == ["0 errors; the program ended with 3", f"{hazards}; the program ended with 3"]
     assert done.returncode == 4, done.stdout

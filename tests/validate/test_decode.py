@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,11 +169,13 @@ def test_too_little_memory_is_a_smaller_batch_and_said(monkeypatch):
     class Small(Engine):
         def capture(self, prompt_tokens=0):
             if self.streams > 2:
+                time.sleep(0.05)
                 raise torch.OutOfMemoryError
 
     found, _ = measured(monkeypatch, Engine=Small)
     assert [p["batch"] for p in found.runs["converted"]] == [1, 2]
     assert found.findings[0].message == "4 streams do not fit into the GPU's memory: measured with 2"
+    assert found.data["seconds"]["capture"] >= 0.1, "of the two that broke off"
 
 
 def test_a_graph_that_decodes_other_tokens_is_an_error(monkeypatch):

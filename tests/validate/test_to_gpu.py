@@ -20,3 +20,23 @@ def test_pieces_through_two_buffers_are_the_tensor(device, pieces):
         assert (there.dtype, there.device.type) == (tensor.dtype, device)
         assert torch.equal(there.cpu(), tensor)
         assert tensor.numel() == 0 or there.data_ptr() != tensor.data_ptr()
+
+
+def test_a_buffer_waits_for_the_stream_of_the_gpu_that_fetches_it(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class Event:
+        def record(self, stream=None):
+            seen.append(stream or "the current GPU's stream")
+
+        def synchronize(self):
+            seen.append("waited")
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    for name in ("__getitem__", "copy_", "view", "reshape"):  # torch's own want the device there
+        monkeypatch.setattr(FakeTensor, name, lambda whole, *_, **__: whole)
+    with FakeTensorMode():
+        Transfer("cuda:1", 1000).copy(torch.empty(2500, dtype=torch.uint8))
+    assert seen == ["waited", "stream of cuda:1"] * 3

@@ -35,9 +35,9 @@ __all__ = ["Limits", "check_model", "default_limits"]
 STAGE: Final = "model"
 _GPU: Final = (1e-3, 1.001)
 """(max_kl, max_ppl_ratio) of equal weights on a GPU instead of exactly 0 and 1: kernels for two formats may sum in
-another order, in BF16. The interval of the perplexity must lie under its bound too: 4096 tokens may be too few to prove
-that, and then more are needed, as the finding says (docs/h200/README.md: a gpt-oss of random weights had x0.9995 to
-1.0019 on 4096 tokens, x0.9993 to 1.0001 on 32,768)."""
+another order, in FP32, and layers round to BF16. The interval of the perplexity must lie under its bound too: 4096
+tokens may be too few to prove that, and then more are needed, as the finding says (docs/h200/README.md: a gpt-oss of
+random weights had x0.9995 to 1.0019 on 4096 tokens, x0.9993 to 1.0001 on 32,768)."""
 _LARGE: Final = 2 << 30
 """Bytes of a checkpoint from which `device: any` prefers a GPU: above, the CPU takes many minutes."""
 

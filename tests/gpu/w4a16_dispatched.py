@@ -6,7 +6,8 @@
 Whatever kernel is chosen, now or later, is met here; w4a16_sweep.py goes through compiled variants on tiny problems.
 Outputs are poisoned, and some rows of each are held to float64 on the CPU. NO_CLUSTER is for racecheck: it leaves out
 what a cluster runs (tests/gpu/cluster_race.cu says why), and, since the tool looks at a block's shared memory and takes
-27 s for 96 slots of 4096 rows, a quarter of an expert's rows are enough where they have the same configuration.
+27 s for 96 slots of 4096 rows, a quarter of an expert's rows are enough where they have the same configuration, and two
+tokens are left out, which have that of four.
 
 Parts run one by one as well, beside one another: each launch is told with the seconds so far, and the last lines count
 them by configuration.

@@ -154,6 +154,8 @@ def choose(
     raise ValueError(f"no configuration of {limit} bytes of shared memory for M={tokens}, N={n}, K={k}")
 
 
+RESIDENT: Final = 3
+"""Config.stream of csrc/w4a16_dense_resident.cuh."""
 LONG_STREAM: Final = Config(1, 8, 0, row_tiles=2, depth=3, stream=1)
 SHORT_STREAM: Final = Config(1, 12, 0, depth=4, stream=1)
 """The streams that are compiled in (SHORT_STREAM for SCALE16 only); `blocks` is the card's."""

@@ -19,7 +19,8 @@ class Config:
     a block. cluster: blocks that split K (1, 2, 4, 8; SM90 on). x_stages: stages of x per column warp in shared memory
     at a time, 0 for all. blocks: blocks (times cluster) in the grid. stream: 0 is csrc/w4a16_dense.cuh (dense, up to
     8 tokens) or csrc/w4a16_core.cuh; 1 (grouped only) csrc/w4a16_stream.cuh: row_warps warps, one block to a
-    multiprocessor; 2 (grouped, K of SPLITS) csrc/w4a16_split.cuh: column_warps warps that share each tile's K.
+    multiprocessor; 2 (grouped, K of SPLITS) csrc/w4a16_split.cuh: column_warps warps that share each tile's K;
+    3 (dense, one token) csrc/w4a16_dense_resident.cuh: a column warp for each stage of K, depth and row_warps are 1.
     """
 
     column_warps: int

@@ -30,11 +30,17 @@ H200_DENSE: Final[dict[tuple[int, int], dict[int, Config]]] = {
         4: Config(4, 3, 107),
         8: Config(4, 3, 107),
     },
-    (5120, 2880): {  # at M = 1 by the time of gpt-oss-20b's step (1094 us for 1119); wider as 5120 x 2944
-        1: Config(4, 3, 107),
+    (5120, 2880): {  # at M = 1 by the time of gpt-oss-20b's step, as (2880, 4096); wider as 5120 x 2944
+        1: Config(12, 1, 107, row_tiles=3, depth=1, stream=3),
         2: Config(4, 3, 107),
         4: Config(4, 3, 107),
         8: Config(4, 3, 107),
+    },
+    (2880, 4096): {
+        1: Config(16, 1, 90, row_tiles=2, depth=1, stream=3),
+    },
+    (201088, 2880): {
+        1: Config(2, 8, 132),
     },
     (12288, 4096): {
         1: Config(2, 6, 128),

@@ -34,6 +34,7 @@ __all__ = [
     "route",
     "routing_ints",
     "routing_shared_bytes",
+    "start",
 ]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
@@ -41,6 +42,7 @@ SOURCE_FILES: Final = (
     "w4a16.cu",
     "w4a16_core.cuh",
     "w4a16_dense.cuh",
+    "w4a16_dense_resident.cuh",
     "w4a16_dense_weights.cuh",
     "w4a16_dense_x.cuh",
     "w4a16_types.cuh",
@@ -61,6 +63,8 @@ SOURCE_FILES: Final = (
     "w4a16_wgmma_fetch.cuh",
     "w4a16_wgmma_tile.cuh",
     "w4a16_wgmma_launch.cuh",
+    "decode_attend.cuh",
+    "decode_choose.cuh",
     "fp4_decode.cuh",
     "hopper.cuh",
     "ptx.cuh",
@@ -82,6 +86,9 @@ MESSAGES: Final = {
     -6: "the driver cannot encode tensor maps",
     -7: "experts may have more tokens than a stream takes at a time",
     -8: "the block scales of an expert do not fill whole 16-byte pieces, which this stream needs",
+    -12: "these heads, or so many keys, are not what one block a KV head takes: ask decode_cuda.attends before",
+    -11: "this layer has more columns or experts than the choice in a cluster takes: ask decode_cuda.chooses before",
+    -10: "this division has fewer warps than the layer stages of K",
     -9: "rows do not fill whole tiles of 16, which a bias, an activation and an early start need",
 }
 
@@ -205,6 +212,7 @@ def load(arch: str) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.requant_w4a16.argtypes = (ctypes.POINTER(Call), pointer)
     library.requant_w4a16_route.argtypes = (pointer, integer, integer, integer, pointer, pointer)
+    library.requant_decode_choose.argtypes = library.requant_decode_attend.argtypes = (pointer, integer, pointer)
     library.requant_w4a16_error.argtypes = (integer,)
     library.requant_w4a16_error.restype = ctypes.c_char_p
     return library
@@ -220,6 +228,11 @@ def _check(library: ctypes.CDLL, code: int, what: str) -> None:
 def launch(library: ctypes.CDLL, call: Call, stream: int) -> None:
     """Queue one GEMM on `stream` (a cudaStream_t as an integer)."""
     _check(library, library.requant_w4a16(ctypes.byref(call), stream), "w4a16 launch")
+
+
+def start(name: str, library: ctypes.CDLL, call: int, stream: int, *, early: bool) -> None:
+    """Start one of the decode step's kernels (decode_cuda.py); `call`: the address of its parameters."""
+    _check(library, getattr(library, name)(call, int(early), stream), name)
 
 
 def tile_tokens(slots: int, experts: int) -> int:

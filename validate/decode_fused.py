@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from requant.kernels import w4a16
+from requant.kernels import decode_cuda, w4a16
 from requant.kernels.triton import decode, prompt
 from requant.kernels.w4a16_library import routing_ints, tile_tokens
 from requant.validate.decode_glue import Added, Chosen, PlainGlue
@@ -38,6 +38,8 @@ _RANKED: Final = 1 << 13
 """Comparisons up to which `choose` ranks all experts at once."""
 _CHOOSERS: Final = 132
 """Programs of `choose` at most, where each has one expert: one for each multiprocessor of an H200."""
+_ALONE: Final = 8
+"""KV heads of all streams up to which one block does each (csrc/decode_attend.cuh), where it fits: gpt-oss's of one."""
 _PROGRAMS: Final = 256
 """Programs of `attend` to aim at: about two for each multiprocessor of an H200."""
 
@@ -47,7 +49,8 @@ class FusedGlue:
     `choose` may sort slots, which it does for the CUDA kernel and not for Triton's (w4a16.uses_triton)."""
 
     def __init__(self, *, pdl: bool, device: str = "cuda", routes: bool = True) -> None:
-        self._routes = routes
+        self._routes, self._pdl = routes, pdl
+        self._cuda = routes and pdl
         self._counters = torch.zeros(1 + _COUNTERS, dtype=torch.int32, device=device)
         self._launch = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
 
@@ -121,10 +124,19 @@ class FusedGlue:
         tile = tile_tokens(slots, experts)
         here = route and self._routes and slots <= _ROUTED_HERE
         routing = torch.empty(routing_ints(slots, experts), dtype=torch.int32, device=h.device) if here else chosen
+        most = min(slots, experts + slots // tile)
+        if self._cuda and decode_cuda.chooses(
+            tokens, width, experts, added.y, added.bias, norm, router.weight, router.bias
+        ):
+            decode_cuda.choose(
+                h, added.y, added.bias, norm, router.weight, router.bias, out, x, chosen, weights,
+                routing if here else None, max_tiles=most, normalize=router.normalize, eps=eps, early_start=self._pdl,
+            )  # fmt: skip
+            return Chosen(out, x, chosen, weights, w4a16.MoeRouting(routing, 1, top_k, experts) if here else None)
         rows = min(4, _up(max(1, -(-tokens * experts // _CHOOSERS))))
         decode.choose[(tokens, -(-experts // rows))](
             h, added.y, _or(added.bias, h), norm, router.weight, _or(router.bias, h), out, x, logits, chosen, weights,
-            routing, self._counters, width, eps, tokens, experts, min(slots, experts + slots // tile),
+            routing, self._counters, width, eps, tokens, experts, most,
             BIAS=added.bias is not None, ROUTER_BIAS=router.bias is not None, NORMALIZE=router.normalize, ROUTE=here,
             TOP_K=top_k, PLACES=_up(top_k), TOKENS=_up(tokens), EXPERTS=_up(experts), TILE=tile, ROWS=rows,
             RANKED=(_up(tokens) if here else 1) * _up(experts) ** 2 <= _RANKED,
@@ -165,6 +177,14 @@ class FusedGlue:
             return PlainGlue().attend(qkv, attention, cache, positions, tables, eps)
         capacity = cache[0].shape[2]
         longest = capacity if not a.window else min(capacity, a.window)
+        alone = self._cuda and a.q_norm is None and a.k_norm is None and tokens * a.kv_heads <= _ALONE
+        if alone and decode_cuda.attends(a.heads, a.kv_heads, a.head_dim, longest, qkv, a.qkv_bias, a.sinks, *cache):
+            out = torch.empty((tokens, a.heads * a.head_dim), dtype=qkv.dtype, device=qkv.device)
+            decode_cuda.attend(
+                qkv, a.qkv_bias, a.sinks, tables, positions, cache, out, scale=a.scale, window=a.window,
+                early_start=self._pdl,
+            )  # fmt: skip
+            return out
         splits = _up(max(1, min(_PROGRAMS // (tokens * a.kv_heads), -(-longest // _KEYS_OF_A_PART))))
         part = torch.empty((splits, tokens, a.heads, a.head_dim), dtype=torch.float32, device=qkv.device)
         state = torch.empty((splits, tokens, a.heads, 2), dtype=torch.float32, device=qkv.device)

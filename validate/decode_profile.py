@@ -28,12 +28,13 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
     (r"w4a16", "dense", _TENSOR),
     (r"^grouped$|grouped_mm|GroupedGemm|grouped_gemm", "moe", _TENSOR),
     (r"route_kernel|^gate$", "moe", _CUDA),
-    (r"^(attend|prompt)$", "attention", _TENSOR),
+    (r"^(attend|prompt)$|decode_attend", "attention", _TENSOR),
     (r"^keys$", "attention", _CUDA),
     (r"sgemm|simt|gemmSN", "dense", _CUDA),
     (r"^skinny$|nvjet|cutlass|xmma|gemm(?!v)", "dense", _TENSOR),
     (r"^(vector|dequantize)$|gemv|splitK", "dense", _CUDA),
     (r"^add_norm$|^choose$", "norm", _CUDA),
+    (r"decode_choose", "norm", _TENSOR),
 )
 """(pattern, kind, unit), the first that matches: kernels/triton/, csrc/w4a16*.cuh, cuBLAS, CUTLASS."""
 

@@ -5,8 +5,11 @@
 // configuration (kernels/w4a16_configs.py) needs no code of its own.
 #include <cuda_runtime.h>
 
+#include "decode_attend.cuh"
+#include "decode_choose.cuh"
 #include "w4a16_core.cuh"
 #include "w4a16_dense.cuh"
+#include "w4a16_dense_resident.cuh"
 #include "w4a16_routing.cuh"
 #include "w4a16_split_launch.cuh"
 #include "w4a16_stream_launch.cuh"
@@ -101,6 +104,21 @@ const Variant kVariants[] = {
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
+// w4a16_dense_resident.cuh, as the H200's table asks for it: NVFP4, one token.
+struct ResidentVariant {
+  Alignment alignment;
+  int tiles;  // of 16 rows
+  const void* kernel;
+};
+
+template <Alignment ALIGNMENT, int TILES>
+ResidentVariant resident_variant() {
+  return {ALIGNMENT, TILES, reinterpret_cast<const void*>(w4a16_dense_resident_kernel<ALIGNMENT, TILES>)};
+}
+
+const ResidentVariant kResidents[] = {resident_variant<Alignment::kScale4, 3>(), resident_variant<Alignment::kScale16, 2>()};
+constexpr int kResidentCount = sizeof(kResidents) / sizeof(kResidents[0]);
+
 int group_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
 
 int align_up(int value, int to) { return (value + to - 1) / to * to; }
@@ -124,7 +142,8 @@ struct RequantCall {
   // configuration
   int row_tiles, depth, column_warps, row_warps, cluster, x_stages, blocks, early_start;
   int wgmma;  // 1: w4a16_wgmma.cuh, where column_warps and row_warps count warpgroups and x_stages is the depth of x's ring
-  int stream;  // 1: the kernel of w4a16_stream.cuh; 2: that of w4a16_split.cuh, where column_warps split K
+  int stream;  // 1: the kernel of w4a16_stream.cuh; 2: that of w4a16_split.cuh, where column_warps split K;
+               // 3: that of w4a16_dense_resident.cuh, a column warp for each stage of K
   // of the latter alone
   int settled;         // routing and weights are older than the kernel before this one
   int gating;          // enum Gating
@@ -251,12 +270,57 @@ static int place_core(Params& p, const RequantCall& call, int width, int most, i
   return p.zeros_offset + 1024;
 }
 
+static int call_resident(const RequantCall& call, void* stream) {
+  const ResidentVariant* chosen = nullptr;
+  for (const ResidentVariant& v : kResidents) {
+    if (static_cast<int>(v.alignment) == call.alignment && v.tiles == call.row_tiles) chosen = &v;
+  }
+  if (chosen == nullptr || call.format != static_cast<int>(Format::kNvfp4) || call.tokens != 1 || call.depth != 1) return -1;
+  const int warps = call.column_warps, rows_per_block = call.row_tiles * kTileRows;
+  const int stages = (call.k + kStageK - 1) / kStageK;
+  if (warps * kWarp > resident_threads(call.row_tiles)) return -3;
+  if (warps < 2) return -5;
+  Params p = params_of(&call, Format::kNvfp4);
+  p.row_groups = (call.rows + rows_per_block - 1) / rows_per_block;
+  if (call.slots > 0 || call.cluster != 1 || call.row_warps != 1 || call.blocks != p.row_groups) return -4;
+  if (stages > warps) return -10;
+  p.constant_weights = call.early_start == kConstantWeights;
+  p.column_warps = call.column_warps;
+  p.row_warps = call.row_warps;
+  p.cluster = 1;
+  p.stages_each = stages;
+  p.columns_each = stages / call.column_warps;
+  p.columns_left = stages % call.column_warps;
+  p.x_offset = align_up(warps * rows_per_block * (kLine + FormatTraits<Format::kNvfp4>::kStageScales), 128);
+  const int shared = place_dense(p, call, 1, stages, rows_per_block, warps);
+  if (shared > kMaxShared || p.x_stages[0] < stages) return -2;
+  cudaError_t error = cudaFuncSetAttribute(chosen->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1, call.blocks);
+  config.blockDim = dim3(kWarp, call.column_warps, call.row_warps);
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = call.early_start ? 1 : 0;
+  CUtensorMap codes = {};
+  if (!encode_dense_codes(&codes, p, Format::kNvfp4, chosen->alignment, chosen->tiles)) return -6;
+  void* arguments[] = {&p, &codes};
+  error = cudaLaunchKernelExC(&config, chosen->kernel, arguments);
+  return error != cudaSuccess ? error : cudaGetLastError();
+}
+
 // 0 on success; -1 no such variant, -2 too much shared memory, -3 too many threads, -4 a cluster size other than 1, 2, 4, 8
 // or one whose blocks would have to do more than one unit, -5 a block of one warp, -6 no tensor maps, -7 a stream whose experts
 // may have more tokens than it takes, -8 one whose experts' block scales are no whole 16-byte pieces, -9 rows that
-// are no multiple of 16 where the split kernel does more than the product; else a cudaError_t.
+// are no multiple of 16 where the split kernel does more than the product, -10 more stages of K than the division has
+// warps; else a cudaError_t.
 int requant_w4a16(const RequantCall* call, void* stream) {
   if (call->wgmma) return call_wgmma(*call, stream);
+  if (call->stream == 3) return call_resident(*call, stream);
   if (call->stream) return call_stream(*call, stream);
   const Variant* chosen = nullptr;
   const int warps = call->column_warps * call->row_warps;
@@ -346,6 +410,15 @@ int requant_w4a16_route(const void* expert_ids, int slots, int slots_per_token, 
   return cudaGetLastError();
 }
 
+// Attention of new tokens, and the choice of experts of one: decode_attend.cuh, decode_choose.cuh.
+int requant_decode_attend(const AttendCall* call, int early_start, void* stream) {
+  return launch_attend(*call, early_start != 0, static_cast<cudaStream_t>(stream));
+}
+
+int requant_decode_choose(const ChooseCall* call, int early_start, void* stream) {
+  return launch_choose(*call, early_start != 0, static_cast<cudaStream_t>(stream));
+}
+
 // Read `bytes` (a multiple of 16) from `from`: the read ceiling's kernel.
 int requant_read(const void* from, size_t bytes, void* sink, int blocks, void* stream) {
   read_kernel<<<blocks, 512, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const uint4*>(from), bytes / 16,
@@ -353,10 +426,19 @@ int requant_read(const void* from, size_t bytes, void* sink, int blocks, void* s
   return cudaGetLastError();
 }
 
-int requant_w4a16_variants() { return kVariantCount + kStreamCount + kSplitCount; }
+int requant_w4a16_variants() { return kVariantCount + kStreamCount + kSplitCount + kResidentCount; }
 
 // {format, alignment, tokens, row_tiles, depth, threads, registers, local bytes, stream, k} of variant i; k is 0 where any will do.
 int requant_w4a16_variant(int i, int* out) {
+  if (i >= kVariantCount + kStreamCount + kSplitCount) {
+    const ResidentVariant& v = kResidents[i - kVariantCount - kStreamCount - kSplitCount];
+    cudaFuncAttributes a = {};
+    const cudaError_t error = cudaFuncGetAttributes(&a, v.kernel);
+    const int values[] = {static_cast<int>(Format::kNvfp4), static_cast<int>(v.alignment), 1, v.tiles, 1,
+                          resident_threads(v.tiles), a.numRegs, static_cast<int>(a.localSizeBytes), 3, 0};
+    for (int j = 0; j < 10; ++j) out[j] = values[j];
+    return error;
+  }
   if (i >= kVariantCount + kStreamCount) {
     const SplitVariant& v = kSplits[i - kVariantCount - kStreamCount];
     cudaFuncAttributes a = {};

@@ -84,6 +84,15 @@ class BoxedWeights {
     for (int i = 0; i < DEPTH; ++i) fetch(p, i);
   }
 
+  // Where the whole share is in the ring: stage `slot` of it, once it has landed.
+  __device__ __forceinline__ void land(int slot) {
+    if (slot == 0) copy_wait<0>();
+    barrier_wait(barriers_ + 8 * slot, 0);
+    __syncwarp();
+  }
+  __device__ __forceinline__ const uint8_t* codes(int slot) const { return at(codes_ + slot * Layout::kCodes); }
+  __device__ __forceinline__ const uint8_t* scales(int slot) const { return at(scales_ + slot * kScales); }
+
   __device__ __forceinline__ void acquire(const Params&) {
     barrier_wait(barriers_ + 8 * slot_, parity_);
     copy_wait<DEPTH - 1>();

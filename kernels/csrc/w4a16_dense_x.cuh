@@ -10,11 +10,11 @@ namespace requant {
 
 // In shared memory: halves at [stage][step 0..7][token][p], and what undoes their scale at [stage][token]. An item is a stage
 // of a pair of tokens; the block's warps take items in turn.
-template <Format FORMAT, int TOKENS>
+template <Format FORMAT, int TOKENS, int BATCH = 4>
 class ScaledX {
   using X = Activations<scale_mode<FORMAT, TOKENS>(), TOKENS == 1>;
   static constexpr int kPairs = (TOKENS + 1) / 2, kPieces = X::kHalves;
-  static constexpr int kBatch = 4;  // items of a warp that are on their way at once
+  static constexpr int kBatch = BATCH;  // items of a warp that are on their way at once
 
  public:
   // Works out where the first items lie, all of it before the wait for the previous kernel.

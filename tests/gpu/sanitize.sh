@@ -76,7 +76,7 @@ for tool in memcheck racecheck; do
   done
   check "W4A16, wgmma" $tool "${alone[@]}" python3 -P tests/gpu/w4a16_wgmma_sweep.py sanitize
   check "W4A16 in Triton, dense and grouped" $tool python3 -P tests/kernels/w4a16_triton_program.py cuda
-  check "decoding's Triton kernels, BF16 products" $tool python3 -P tests/validate/decode_fused_program.py cuda
+  check "decoding's kernels, BF16 products" $tool "${alone[@]}" python3 -P tests/validate/decode_fused_program.py cuda
   check "W4A4, emulated, and its quantizer" $tool "$bin/w4a4_sanitize"
   check "repacking and quantizing" $tool "$bin/quantize_sanitize"
 done

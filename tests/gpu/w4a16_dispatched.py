@@ -26,7 +26,7 @@ from requant.kernels.formats import NumberFormat
 from requant.kernels.reference_torch import dequantize, excess, products
 
 NVFP4, MXFP4 = NumberFormat.NVFP4, NumberFormat.MXFP4
-DENSE = [(4096, 4096), (7168, 2048), (5120, 2944), (12288, 4096), (8192, 8192)]
+DENSE = [(4096, 4096), (7168, 2048), (5120, 2944), (12288, 4096), (8192, 8192), (5120, 2880), (2880, 4096)]
 MOE = [(6, 4096, 4096), (6, 4096, 2048), (4, 5760, 2880), (4, 2880, 2880)]  # of each token; 24 experts in all
 NO_CLUSTER = bool(os.environ.get("NO_CLUSTER"))
 TOKENS, CONCURRENCY, EXPERTS = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16) if NO_CLUSTER else (1, 2, 4, 16), 24

@@ -25,7 +25,7 @@ N, K = (7, 16, 100, 2880, 4096, 5760, 201088), (32, 272, 288, 512, 1040, 2048, 2
 
 @cache
 def compiled(arch):
-    """Arguments of `variant`, `stream_variant` and `split_variant`: numbers, after the format and the alignment."""
+    """Arguments of `variant` and of those for streams, splits and residents: numbers, after format and alignment."""
     source = str(lib.SOURCES / "w4a16.cu")
     command = [NVCC, "-std=c++17", *lib.defines(arch), "-E", f"-arch=compute_{arch}", source]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -39,6 +39,7 @@ def compiled(arch):
         found("variant", ("Format", "Alignment"), 5),
         found("stream_variant", ("Format", "Alignment"), 3),
         found("split_variant", ("Format",), 3),
+        found("resident_variant", ("Alignment",), 1),
     )
 
 
@@ -63,7 +64,11 @@ def test_every_configuration_that_is_chosen_has_a_kernel(fmt, capability):
     for n, k in shapes:
         for tokens in (1, 2, 3, 8, 9, 17, 64):
             c = configs.choose(fmt, tokens, n, k, capability=capability)
-            if isinstance(c, configs.Config):  # wgmma's are a table of widths
+            if isinstance(c, configs.Config) and c.stream == configs.RESIDENT:
+                assert tokens == 1 and fmt is NumberFormat.NVFP4
+                assert (ALIGNMENTS[configs.alignment(fmt, k)], c.row_tiles) in compiled(arch)[3], (n, k, c)
+                assert c.column_warps * configs.STAGE_K >= k
+            elif isinstance(c, configs.Config):  # wgmma's are a table of widths
                 assert has_dense(arch, fmt, tokens, k, c), (n, k, tokens, c)
         for slots in (1, 8, 128, 5000):
             c = configs.choose_grouped(fmt, slots, n, k, experts=128, capability=capability)

@@ -2,13 +2,14 @@
 
 Run by test_decode.py in a Python of its own (the interpreter is chosen by the environment before Triton is imported).
 Further arguments choose among norms, gates, attention and products: Triton compiles those of several runs at a time.
-Prints name and largest error of each, as a part of the largest number.
+Prints name and largest error of each, as a part of the largest number. NO_CLUSTER leaves out what a cluster runs.
 """
 
+import os
 import sys
 
 import torch
-from requant.kernels import w4a16
+from requant.kernels import decode_cuda, w4a16
 from requant.kernels.formats import NumberFormat
 from requant.kernels.triton import bf16
 from requant.kernels.triton.dequantize import to_bf16
@@ -24,6 +25,8 @@ DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 torch.set_default_device(DEVICE)
 PDL = DEVICE != "cpu"
 LAUNCH = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": False}
+if os.environ.get("NO_CLUSTER"):  # tests/gpu/cluster_race.cu says why
+    decode_cuda.chooses = lambda *_: False
 FUSED, PLAIN = FusedGlue(pdl=PDL, device=DEVICE), PlainGlue()
 TOKENS, WIDTH, EXPERTS, SLOTS = 3, 96, 5, 2
 
@@ -131,6 +134,10 @@ def attention():
         exact = PLAIN.attend(qkv, a, tuple(theirs), positions, tables, 1e-5)
         say(f"attend {family}", [ours, *caches], [exact, *theirs])
         assert torch.equal(ours, FUSED.attend(qkv, a, tuple(caches), positions, tables, 1e-5)), "the same bits again"
+        if dim == 64:  # one stream, which a GPU may do in CUDA
+            one = [cache[1:2].clone() for cache in theirs]
+            alone = FUSED.attend(qkv[1:2], a, tuple(one), positions[1:2], tables, 1e-5)
+            say(f"attend {family}", [alone, *one], [exact[1:2], *(cache[1:2] for cache in theirs)])
 
 
 def prompts():

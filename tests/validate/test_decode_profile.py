@@ -51,15 +51,19 @@ def test_every_kernel_of_ours_has_a_kind():
     root = Path(__file__).resolve().parents[2] / "kernels"
     cuda = [
         name
-        for path in sorted((root / "csrc").glob("w4a16*.cu*"))
+        for path in sorted([*(root / "csrc").glob("w4a16*.cu*"), *(root / "csrc").glob("decode_*.cuh")])
         for name in re.findall(
-            r"__global__[^;{]*?\b((?:w4a16|route)\w*_?kernel)\s*\(", path.read_text(encoding="utf-8")
+            r"__global__[^;{]*?\b((?:w4a16|route|decode)\w*_?kernel)\s*\(", path.read_text(encoding="utf-8")
         )
     ]
-    assert {"w4a16_kernel", "w4a16_split_kernel", "w4a16_stream_kernel", "route_kernel"} <= set(cuda)
+    known = {"w4a16_kernel", "w4a16_split_kernel", "w4a16_stream_kernel", "w4a16_dense_resident_kernel", "route_kernel"}
+    assert known | {"decode_attend_kernel", "decode_choose_kernel"} <= set(cuda)
     for name in cuda:
-        grouped = name != "w4a16_kernel" and "wgmma" not in name and "dense" not in name
-        assert kind_of(f"void requant::{name}<(requant::Format)0, 8, 1>")[0] == ("moe" if grouped else "dense"), name
+        grouped = name != "w4a16_kernel" and not any(part in name for part in ("wgmma", "dense"))
+        kind = {"decode_attend_kernel": "attention", "decode_choose_kernel": "norm"}.get(
+            name, "moe" if grouped else "dense"
+        )
+        assert kind_of(f"void requant::{name}<(requant::Format)0, 8, 1>")[0] == kind, name
     triton = [
         name
         for file in ("decode", "bf16", "prompt", "dequantize")

@@ -1,4 +1,4 @@
-"""The same glue as decode_glue.py, by the fused Triton kernels of kernels/triton/decode.py."""
+"""The same glue as decode_glue.py, by the fused kernels of kernels/triton/decode.py and kernels/decode_cuda.py."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportCallIssue=false
@@ -46,7 +46,8 @@ _PROGRAMS: Final = 256
 
 class FusedGlue:
     """For a GPU. pdl: programmatic dependent launch (SM90 and later; not under Triton's interpreter). routes: whether
-    `choose` may sort slots, which it does for the CUDA kernel and not for Triton's (w4a16.uses_triton)."""
+    `choose` may sort slots, which it does for the CUDA kernel and not for Triton's (w4a16.uses_triton); with both, what
+    kernels/decode_cuda.py takes is CUDA's."""
 
     def __init__(self, *, pdl: bool, device: str = "cuda", routes: bool = True) -> None:
         self._routes, self._pdl = routes, pdl

@@ -1,8 +1,8 @@
 """Two of a decode step's kernels in CUDA, whose parts meet in shared memory and not through the L2: `choose`, `attend`.
 
 triton/decode.py has both for every GPU, model and number of streams; these are for few tokens of a model whose sizes
-fit (`chooses`, `attends`), from SM90 on. They lie in the library of the W4A16 kernels, whose routing `choose` writes:
-csrc/decode_choose.cuh, csrc/decode_attend.cuh.
+fit (`chooses`, `attends`), from SM90 on; `attend` where a block has as much shared memory, on SM90 and SM100. They lie
+in the library of the W4A16 kernels, whose routing `choose` writes: csrc/decode_choose.cuh, csrc/decode_attend.cuh.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final
 
+from requant.kernels import w4a16_configs as configs
 from requant.kernels import w4a16_library as lib
 from requant.kernels.w4a16_operands import device_of
 
@@ -26,6 +27,8 @@ _HEAD_DIM: Final = 64
 _MOST_HEADS: Final = 8
 _MOST_KEYS: Final = 736
 """kHeadDim, kAttendHeads and kMostKeys of csrc/decode_attend.cuh."""
+_ATTEND_SHARED: Final = 221 * 1024
+"""Bytes that a block of it may have: kMostKeys keys and values, and AttendShared."""
 _ALIGNMENT: Final = 16
 
 
@@ -65,7 +68,7 @@ def attends(heads: int, kv_heads: int, head_dim: int, keys: int, *tensors: Tenso
     """Whether `attend` takes heads like these with so many keys at most on the current GPU; of `tensors` all must be
     BF16, and aligned."""
     fits = head_dim == _HEAD_DIM and heads % kv_heads == 0 and heads <= _MOST_HEADS * kv_heads and keys <= _MOST_KEYS
-    return fits and _runs(tensors)
+    return fits and _runs(tensors, _ATTEND_SHARED)
 
 
 def choose(
@@ -122,12 +125,16 @@ def attend(
     _start("requant_decode_attend", call, qkv, early_start=early_start)
 
 
-def _runs(tensors: tuple[Tensor | None, ...]) -> bool:
+def _runs(tensors: tuple[Tensor | None, ...], shared: int = 0) -> bool:
+    """shared: bytes that a block needs."""
     import torch
 
+    if not torch.cuda.is_available():
+        return False
+    capability = torch.cuda.get_device_capability()
     return (
-        torch.cuda.is_available()
-        and torch.cuda.get_device_capability() >= (9, 0)
+        capability >= (9, 0)
+        and shared <= configs.shared_limit(capability)
         and all(t is None or (t.dtype == torch.bfloat16 and t.data_ptr() % _ALIGNMENT == 0) for t in tensors)
     )
 

@@ -41,7 +41,8 @@ def test_what_python_passes_is_what_the_kernel_reads(file, name, mirror):
 def test_constants_are_all_on_their_way_before_the_wait(tmp_path):
     """And none after it: what the kernel before wrote is no constant, and a line from memory takes long."""
     probe, ptx = tmp_path / "probe.cu", tmp_path / "probe.ptx"
-    probe.write_text('#include "decode_attend.cuh"\n#include "decode_choose.cuh"\n')
+    room = f"2 * requant::kMostKeys * requant::kKeyRow + sizeof(requant::AttendShared) == {decode_cuda._ATTEND_SHARED}"
+    probe.write_text(f'#include "decode_attend.cuh"\n#include "decode_choose.cuh"\nstatic_assert({room});\n')
     command = [NVCC, "-std=c++17", "-I", str(w4a16_library.SOURCES), "-ptx", "-arch=compute_90a", "-o", str(ptx)]
     run = subprocess.run([*command, str(probe)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -55,6 +56,18 @@ def test_constants_are_all_on_their_way_before_the_wait(tmp_path):
         assert "ld.global.nc" in before
         assert "ld.global.nc" not in after
         assert "ld.global" in after
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes"), [((8, 0), (False, False)), ((9, 0), (True, True)), ((12, 0), (True, False))]
+)
+def test_attention_is_tritons_where_a_block_has_too_little_shared_memory(monkeypatch, capability, takes):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (decode_cuda.chooses(1, 2880, 32), decode_cuda.attends(64, 8, 64, 640)) == takes
+    assert not decode_cuda.attends(64, 8, 64, 737)
 
 
 def test_a_warp_has_a_stage_of_k_where_weights_wait_in_registers():

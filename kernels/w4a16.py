@@ -140,8 +140,8 @@ def w4a16_matmul(
     contiguous, 16-byte aligned. global_scale: a positive float, or a float32 tensor of one element on the device (then
     a value that is not positive makes every output NaN: checking it would stall the stream). out: [M, N] bfloat16 or
     float32, also contiguous. Any N; K a multiple of the group; any M (blocks of 64 tokens).
-    constant_weights: promise that the kernel before this one on the stream did not write the weights; the kernel may
-    then start reading them before that one has finished (SM90 and later).
+    constant_weights: promise that the kernel before this one on the stream wrote neither the weights nor a global scale
+    on the device; the kernel may then start reading them before that one has finished (SM90 and later).
     Raises ValueError for wrong arguments, KernelBuildError where nothing can run.
     """
     import torch

@@ -511,6 +511,9 @@ def sanitize():
                 row_tiles=row_tiles, depth=depth, column_warps=wk, row_warps=wr, cluster=cl, x_stages=1, blocks=blocks
             )
             if width:
+                if stream_kernel:  # a warp for each stage of K, a block for each row group
+                    cfg |= dict(stream=3, column_warps=threads // 32, row_warps=1, cluster=1, x_stages=0)
+                    cfg |= dict(blocks=-(-n // (16 * row_tiles)))
                 codes, scales = random_weight(fmt, n, k)
                 y = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
                 rc = run(call_of(fmt, x, codes, scales, y, 1.0, cfg))

@@ -23,7 +23,7 @@ constexpr int kChooseSteps = 3;                        // for each warp
 constexpr int kChooseK = kChoosePieces * 4 * kChooseThreads;
 static_assert(kChooseK == kChooseSteps * kChooseStepK * kChooseBlocks * kChooseWarps);
 
-// Mirrored by ctypes in kernels/decode_choose.py.
+// Mirrored by ctypes in kernels/decode_cuda.py.
 struct ChooseCall {
   const float* h;               // [K]
   const __nv_bfloat16* y;       // [K]: what the kernel before this one gave

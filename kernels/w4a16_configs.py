@@ -103,11 +103,11 @@ def stream_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
 
 
 def split_shared_bytes(fmt: NumberFormat, k: int, config: Config) -> int:
-    """Shared memory per block of csrc/w4a16_split.cuh: for each slot a tile, the warps' sums and a barrier."""
+    """Shared memory per block of csrc/w4a16_split.cuh: for each slot a tile, the warps' sums and two barriers."""
     row, scales = k // 2, k // fmt.group
     if row % 64 != 32:  # padded, long rows in two parts
         row, scales = row + (32 if row < STAGE_K * 8 else 64), scales + 16
-    return config.depth * (TILE_ROWS * (row + scales) + config.column_warps * 512 + 8)
+    return config.depth * (TILE_ROWS * (row + scales) + config.column_warps * 512 + 16)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

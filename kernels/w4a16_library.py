@@ -55,6 +55,7 @@ SOURCE_FILES: Final = (
     "w4a16_split_launch.cuh",
     "w4a16_split_outputs.cuh",
     "w4a16_split_tile.cuh",
+    "w4a16_split_turns.cuh",
     "w4a16_stream.cuh",
     "w4a16_stream_copies.cuh",
     "w4a16_stream_launch.cuh",

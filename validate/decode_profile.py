@@ -24,7 +24,7 @@ KINDS: Final = ("moe", "attention", "dense", "norm", "other")
 _STEPS: Final = 3
 _TENSOR, _CUDA = "tensor cores", "CUDA cores"
 _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
-    (r"w4a16_(stream|split|grouped)_kernel|w4a16_kernel<[^,]*, *0,", "moe", _TENSOR),
+    (r"w4a16_(stream|split|split_turns|grouped)_kernel|w4a16_kernel<[^,]*, *0,", "moe", _TENSOR),
     (r"w4a16", "dense", _TENSOR),
     (r"^grouped$|grouped_mm|GroupedGemm|grouped_gemm", "moe", _TENSOR),
     (r"route_kernel|^gate$", "moe", _CUDA),

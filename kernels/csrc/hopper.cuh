@@ -67,7 +67,17 @@ __device__ __forceinline__ void copy_run(uint32_t to, const void* from, int byte
                : "memory");
 }
 
-// The same for a tensor of three dimensions.
+// The same for what is read once: the L2 gives it up before all else (evict_first, as CUTLASS encodes it), and keeps what the
+// kernels around it read again.
+__device__ __forceinline__ void copy_stream(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+      : "memory");
+}
+
+// copy_box for a tensor of three dimensions.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int inner, int middle,
                                          int outer) {
   asm volatile(

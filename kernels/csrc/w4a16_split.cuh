@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_words(uint32_t from, uint2& to) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "r"(from) : "memory");
 }
 
-// The tiles of one segment in one warp.
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH, int SPAN, bool EXTRA>
+// The tiles of one segment in one warp. FREES: another warp than the one that sums waits until the slot has been read.
+template <Format FORMAT, int STEPS, int WARPS, int DEPTH, int SPAN, bool EXTRA, bool FREES = false>
 __device__ __forceinline__ void split_consume(const Params& p, const Segment& segment, uint8_t* shared, uint32_t full,
                                               int warp, int lane, int& slot, uint32_t& parity) {
   using Tile = SplitTile<FORMAT, STEPS, WARPS>;
@@ -90,6 +90,7 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
     to[slot * WARPS * 32] =
         make_float4(sums[0] * x.restore[0], sums[1] * x.restore[1], sums[2] * x.restore[0], sums[3] * x.restore[1]);
     named_arrive(slot + 1, (WARPS + 1) * 32);  // the slot has been read, the sums are there
+    if (FREES) named_arrive(slot + 1 + DEPTH, (WARPS + 1) * 32);
     if (++slot == DEPTH) {
       slot = 0;
       parity ^= 1;
@@ -97,8 +98,8 @@ __device__ __forceinline__ void split_consume(const Params& p, const Segment& se
   }
 }
 
-// The warp that fills the ring and finishes tiles.
-template <Format FORMAT, int STEPS, int WARPS, int DEPTH, bool EXTRA>
+// What fills the ring. ONCE: the L2 need not keep the weights.
+template <Format FORMAT, int STEPS, int WARPS, int DEPTH, bool EXTRA, bool ONCE = false>
 class SplitSupply {
   using Tile = SplitTile<FORMAT, STEPS, WARPS>;
   static constexpr int kRuns = EXTRA ? 2 : 1, kRunRows = kTileRows / kRuns;  // the rows of a tile in memory
@@ -110,6 +111,8 @@ class SplitSupply {
         apart_(p.gating == Gating::kHalves ? p.rows / 2 : kRunRows), step_(p.gating == Gating::kHalves ? kRunRows : kTileRows) {
     open(p, first);
   }
+
+  __device__ __forceinline__ bool valid() const { return left_ > 0; }
 
   // Start the copies of the next tile into `slot`; nothing if the work is at its end. All lanes arrive at its barrier, since
   // all have read the sums of the tile before.
@@ -125,8 +128,9 @@ class SplitSupply {
         const uint32_t scales = shared_ + DEPTH * Tile::kCodes + slot * Tile::kScales + run * kRunRows * Tile::kScalePitch;
         const int ahead = run * (EXTRA ? apart_ : 0);
         if constexpr (Tile::kWhole) {
-          copy_run(codes, codes_ + static_cast<size_t>(ahead) * Tile::kRowBytes, rows / kRuns * Tile::kRowBytes, barrier);
-          copy_run(scales, scales_ + static_cast<size_t>(ahead) * Tile::kRowScales, rows / kRuns * Tile::kRowScales, barrier);
+          const auto copy = ONCE ? copy_stream : copy_run;
+          copy(codes, codes_ + static_cast<size_t>(ahead) * Tile::kRowBytes, rows / kRuns * Tile::kRowBytes, barrier);
+          copy(scales, scales_ + static_cast<size_t>(ahead) * Tile::kRowScales, rows / kRuns * Tile::kRowScales, barrier);
         } else {  // what a box holds beyond the tensor are zeros; beyond the expert, the next one's rows
           const int from = first_row_ + row_ + ahead;
           copy_box(codes, &maps_.codes, barrier, 0, from);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "w4a16_split.cuh"
+#include "w4a16_split_turns.cuh"
 #include "w4a16_wgmma_launch.cuh"
 
 namespace requant {
@@ -13,14 +13,24 @@ struct SplitVariant {
   int code_box, scale_box;  // bytes of a row's boxes; 0: no tensor maps
   void (*kernel)(Params, TensorMaps);
   void (*extra)(Params, TensorMaps);
+  int extra_warps;  // of its blocks
 };
+
+constexpr int kSplitFinishers = 4;
 
 template <Format FORMAT, int STEPS, int WARPS, int DEPTH>
 constexpr SplitVariant split_variant() {
   using Tile = SplitTile<FORMAT, STEPS, WARPS>;
-  return {FORMAT, Tile::kK, WARPS, DEPTH, Tile::kSlotBytes, Tile::kWhole ? 0 : Tile::kPitch,
-          Tile::kWhole ? 0 : Tile::kScalePitch, w4a16_split_kernel<FORMAT, STEPS, WARPS, DEPTH, false>,
-          w4a16_split_kernel<FORMAT, STEPS, WARPS, DEPTH, true>};
+  SplitVariant v = {FORMAT, Tile::kK, WARPS, DEPTH, Tile::kSlotBytes, Tile::kWhole ? 0 : Tile::kPitch,
+                    Tile::kWhole ? 0 : Tile::kScalePitch, w4a16_split_kernel<FORMAT, STEPS, WARPS, DEPTH, false>};
+  if constexpr (FORMAT == Format::kNvfp4 && WARPS == 15 && DEPTH >= kSplitFinishers && DEPTH < 8) {  // where it was measured
+    v.extra = w4a16_split_turns_kernel<FORMAT, STEPS, WARPS, kSplitFinishers, DEPTH>;
+    v.extra_warps = WARPS + kSplitFinishers + 1;
+  } else {
+    v.extra = w4a16_split_kernel<FORMAT, STEPS, WARPS, DEPTH, true>;
+    v.extra_warps = WARPS + 1;
+  }
+  return v;
 }
 
 // Those that kernels/w4a16_configs.py asks for.
@@ -64,7 +74,7 @@ inline int launch_split(const Params& p, Format format, int experts, int depth, 
   }
   Params q = p;
   q.row_groups = (p.rows + kTileRows - 1) / kTileRows;
-  const int shared = depth * chosen->slot_bytes + depth * 8;
+  const int shared = depth * (chosen->slot_bytes + 16);
   if (shared > most_shared) return -2;
   const auto kernel = extra ? chosen->extra : chosen->kernel;
   cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -72,7 +82,7 @@ inline int launch_split(const Params& p, Format format, int experts, int depth, 
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(1, blocks);
-  config.blockDim = dim3(32, 1, warps + 1);
+  config.blockDim = dim3(32, 1, extra ? chosen->extra_warps : warps + 1);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute early = {};

@@ -23,6 +23,7 @@ from requant.validate.decode_speed import bottleneck
         ),
         ("void requant::w4a16_stream_kernel<(requant::Format)0, 4, 12>", "moe", "tensor cores"),
         ("void requant::w4a16_split_kernel<(requant::Format)0, 15, 4>(requant::Params)", "moe", "tensor cores"),
+        ("void requant::w4a16_split_turns_kernel<(requant::Format)0, 3, 15, 4, 4>", "moe", "tensor cores"),
         ("void requant::w4a16_wgmma_kernel<(requant::Format)0, 16>", "dense", "tensor cores"),
         ("requant::(anonymous namespace)::route_kernel(int const*, int, int)", "moe", "CUDA cores"),
         ("w4a16_triton_kernel", "dense", "tensor cores"),

@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from requant import manifests
 from requant.convert import synthetic_write
 from requant.convert.checkpoint import open_checkpoint
 from requant.convert.cli import main
@@ -119,6 +121,23 @@ def test_a_made_gpt_oss_converts_without_loss(small, tmp_path, capsys):
         )
     assert not stop.value.code
     assert "0 lossy" in capsys.readouterr().out
+
+
+def test_the_example_with_output_projections_and_head_converts_these_and_the_experts(small, tmp_path):
+    write(small("gpt-oss-20b"), tmp_path / "src")
+    example = Path(manifests.__file__).parent / "examples" / "gpt-oss-20b-out-head.yaml"
+    given = {"source.repo": "null", "source.path": tmp_path / "src", "target.output": tmp_path / "o"}
+    with pytest.raises(SystemExit) as stop:
+        main(["run", str(example), "--quiet", *(word for k, v in given.items() for word in ("--set", f"{k}={v}"))])
+    assert not stop.value.code
+    with safe_open(tmp_path / "o" / "model.safetensors", framework="pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    layer = "model.layers.0.self_attn"
+    assert {dtypes["lm_head.weight"], dtypes[f"{layer}.o_proj.weight"]} == {"U8"}
+    assert {dtypes[f"{layer}.{part}_proj.weight"] for part in "qkv"} == {"BF16"}
+    excluded = json.loads((tmp_path / "o" / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert f"{layer}.q_proj" in excluded
+    assert {"lm_head", f"{layer}.o_proj"}.isdisjoint(excluded)
 
 
 # --- the bytes --------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def load_manifest_text(text):
 
 def test_the_promised_examples_exist():
     names = {path.stem for path in EXAMPLES.glob("*.yaml")}
-    assert names >= {"minimal", "full", "bf16-to-mxfp4", "w4a16", "dense-compressed-tensors"}
+    assert names >= {"minimal", "full", "bf16-to-mxfp4", "w4a16", "dense-compressed-tensors", "gpt-oss-20b-out-head"}
 
 
 def test_the_full_example_shows_every_key_with_a_comment():

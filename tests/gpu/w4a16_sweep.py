@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -497,7 +498,7 @@ def profile():
 def sanitize():
     """Every compiled variant once, on a small ragged problem: for compute-sanitizer."""
     by_alignment = {0: {0: 512, 1: 384, 2: 320, 3: 272}, 1: {0: 512, 1: 768, 2: 384, 3: 288}}
-    count, only = 0, os.environ.get("ONLY_STREAMS")
+    count, refused, only = 0, 0, os.environ.get("ONLY_STREAMS")
     for fmt, align, width, row_tiles, depth, threads, _, _, stream_kernel, only_k in sorted(ALL_VARIANTS):
         if only and not stream_kernel:
             continue
@@ -539,8 +540,11 @@ def sanitize():
             torch.cuda.synchronize()
             count += rc == 0
             if rc not in (0, -4):
+                refused += 1
                 print("rc", rc, fmt, align, width, cfg)
     print("SANITIZE launched", count)
+    if refused:
+        sys.exit(f"{refused} were not launched")
 
 
 def main():

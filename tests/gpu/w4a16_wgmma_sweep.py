@@ -149,7 +149,7 @@ def dense(ms, limit, budget_s):
 
 def sanitize():
     """Every variant and copy width once, on small ragged problems: for compute-sanitizer."""
-    count = 0
+    count = refused = 0
     for fmt, m, k in itertools.product((0, 1), (8, 16, 32, 64), (512, 384, 320, 128)):
         if k // (16, 32)[fmt] % 4:
             continue
@@ -161,8 +161,11 @@ def sanitize():
             torch.cuda.synchronize()
             count += code == 0
             if code:
+                refused += 1
                 print("rc", code, fmt, m, k, cluster)
     print("SANITIZE launched", count)
+    if refused:
+        sys.exit(f"{refused} were not launched")
 
 
 def main():

@@ -6,7 +6,7 @@
 #
 # A run is one tool on one program; it is clean if the tool found nothing and the program, which checks its numbers or
 # counts its launches, ended well. Programs run beside one another (JOBS at a time, default 8), each within LIMIT seconds
-# (default 60); a run that does not end in time is written down as not finished. BIN may hold w4a4_sanitize and
+# (default 120); a run that does not end in time is written down as not finished. BIN may hold w4a4_sanitize and
 # quantize_sanitize, REQUANT_W4A16_LIBRARY may name the W4A16 kernels, all with -lineinfo; what is missing is built. ONLY: a
 # regular expression of runs, each "TOOL COMMAND".
 #
@@ -49,12 +49,12 @@ check() { # check KERNELS TOOL COMMAND...: one row of the table, in the backgrou
   {
     begin=$SECONDS
     # shellcheck disable=SC2046,SC2016  # the leading NAME=VALUE words go to env
-    timeout -k 5 "${LIMIT:-60}" env "${@:1:$(environment "$@")}" "$sanitizer" --tool "$tool" --print-limit 20 "${@:$(($(environment "$@") + 1))}" >"$log" 2>&1
+    timeout -k 5 "${LIMIT:-120}" env "${@:1:$(environment "$@")}" "$sanitizer" --tool "$tool" --print-limit 20 "${@:$(($(environment "$@") + 1))}" >"$log" 2>&1
     status=$?
     said=$(grep -E "SUMMARY: " "$log" | tail -n 1 | sed -E 's/.*SUMMARY: //')
     result=${said:-no summary}
     if [ $status -eq 124 ] || [ $status -eq 137 ]; then  # the tool counts at the end, and tells as it goes
-      result="not finished in ${LIMIT:-60} s; errors until then: $(grep -cE "^=+ (Error|Warning|Invalid|Misaligned|Barrier error|Fatal|Program hit)" "$log")"
+      result="not finished in ${LIMIT:-120} s; errors until then: $(grep -cE "^=+ (Error|Warning|Invalid|Misaligned|Barrier error|Fatal|Program hit)" "$log")"
     fi
     said=$(grep -v "^=====" "$log" | tail -n 1)
     [ $status -eq 0 ] || result="$result; the program ended with $status"

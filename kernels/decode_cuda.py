@@ -59,13 +59,13 @@ class _Attend(ctypes.Structure):
 
 
 def chooses(tokens: int, width: int, experts: int, *tensors: Tensor | None) -> bool:
-    """Whether `choose` takes a layer of this size on the current GPU; of `tensors` all must be BF16, and aligned."""
+    """Whether `choose` takes a layer of this size on its GPU; of `tensors` all must be there, BF16, and aligned."""
     fits = tokens == 1 and width % _STEP_K == 0 and width <= _MOST_K and experts <= _MOST_EXPERTS
     return fits and _runs(tensors)
 
 
 def attends(heads: int, kv_heads: int, head_dim: int, keys: int, *tensors: Tensor | None) -> bool:
-    """Whether `attend` takes heads like these with so many keys at most on the current GPU; of `tensors` all must be
+    """Whether `attend` takes heads like these with so many keys at most on their GPU; of `tensors` all must be there,
     BF16, and aligned."""
     fits = head_dim == _HEAD_DIM and heads % kv_heads == 0 and heads <= _MOST_HEADS * kv_heads and keys <= _MOST_KEYS
     return fits and _runs(tensors, _ATTEND_SHARED)
@@ -129,14 +129,11 @@ def _runs(tensors: tuple[Tensor | None, ...], shared: int = 0) -> bool:
     """shared: bytes that a block needs."""
     import torch
 
-    if not torch.cuda.is_available():
+    there = [t for t in tensors if t is not None]
+    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.data_ptr() % _ALIGNMENT == 0 for t in there):
         return False
-    capability = torch.cuda.get_device_capability()
-    return (
-        capability >= (9, 0)
-        and shared <= configs.shared_limit(capability)
-        and all(t is None or (t.dtype == torch.bfloat16 and t.data_ptr() % _ALIGNMENT == 0) for t in tensors)
-    )
+    capability = torch.cuda.get_device_capability(there[0].device)
+    return capability >= (9, 0) and shared <= configs.shared_limit(capability)
 
 
 def _address(tensor: Tensor | None) -> int | None:

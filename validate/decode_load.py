@@ -309,10 +309,14 @@ def as_bf16(matrix: Matrix) -> Matrix:
     if matrix.packed is None:
         return matrix
     packed = matrix.packed
-    if packed.codes.dim() == 2:
+    if packed.codes.is_cuda:  # by one launch, where the rest goes through float64 expert by expert
+        from requant.kernels.triton.dequantize import to_bf16
+
+        plain = to_bf16(packed)
+    elif packed.codes.dim() == 2:
         plain = decoded(packed, None).bfloat16()
     else:
-        plain = torch.empty(matrix.shape, dtype=torch.bfloat16, device=packed.codes.device)
+        plain = torch.empty(matrix.shape, dtype=torch.bfloat16)
         for expert in range(packed.codes.shape[0]):
             plain[expert] = decoded(packed, expert)
     return Matrix(NumberFormat.BF16, 2 * plain.numel(), plain)

@@ -30,7 +30,7 @@ from requant.kernels.formats import NumberFormat
 from requant.manifests.gates import SpeedGate
 from requant.validate.decode_engine import Engine, Wave
 from requant.validate.decode_load import as_bf16, load_decoder
-from requant.validate.decode_model import Decoder, Matrix, Moe
+from requant.validate.decode_model import Decoder, Moe
 from requant.validate.decode_products import Products
 from requant.validate.decode_profile import breakdown, profile_step
 from requant.validate.decode_reference import BOUND, Deviation, check_prefill, check_step
@@ -296,22 +296,12 @@ def _in_bf16(decoder: Decoder) -> Decoder:
     layers = [
         replace(
             layer,
-            attention=replace(layer.attention, qkv=_plain(layer.attention.qkv), out=_plain(layer.attention.out)),
-            mlp=replace(layer.mlp, gate_up=_plain(layer.mlp.gate_up), down=_plain(layer.mlp.down)),
+            attention=replace(layer.attention, qkv=as_bf16(layer.attention.qkv), out=as_bf16(layer.attention.out)),
+            mlp=replace(layer.mlp, gate_up=as_bf16(layer.mlp.gate_up), down=as_bf16(layer.mlp.down)),
         )
         for layer in decoder.layers
     ]
-    return replace(decoder, layers=tuple(layers), head=_plain(decoder.head))
-
-
-def _plain(matrix: Matrix) -> Matrix:
-    """`as_bf16`; on a GPU by one launch, where that goes through float64 expert by expert."""
-    if matrix.packed is None or not matrix.packed.codes.is_cuda:
-        return as_bf16(matrix)
-    from requant.kernels.triton.dequantize import to_bf16
-
-    plain = to_bf16(matrix.packed)
-    return Matrix(NumberFormat.BF16, 2 * plain.numel(), plain)
+    return replace(decoder, layers=tuple(layers), head=as_bf16(decoder.head))
 
 
 def _formats(decoder: Decoder) -> str:

@@ -121,7 +121,9 @@ class RandomDecoders:
         if fmt is MXFP4:
             return stored
         if name not in self._plain:
-            self._plain[name] = _bf16(stored)
+            plain = as_bf16(stored).plain
+            assert plain is not None
+            self._plain[name] = plain
         plain = self._plain[name]
         return Matrix(BF16, plain.nbytes, plain)
 
@@ -139,15 +141,3 @@ class RandomDecoders:
 
     def _int(self, key: str) -> int:
         return int(cast("int", self.config[key]))
-
-
-def _bf16(stored: Matrix) -> torch.Tensor:
-    """Its values, exact: by a kernel on a GPU, which takes a tenth of the time."""
-    assert stored.packed is not None
-    if stored.packed.codes.is_cuda:
-        from requant.kernels.triton.dequantize import to_bf16
-
-        return to_bf16(stored.packed)
-    plain = as_bf16(stored).plain
-    assert plain is not None
-    return plain

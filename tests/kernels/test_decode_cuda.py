@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from requant.kernels import decode_cuda, w4a16, w4a16_configs, w4a16_library
@@ -64,10 +65,13 @@ def test_constants_are_all_on_their_way_before_the_wait(tmp_path):
 def test_attention_is_tritons_where_a_block_has_too_little_shared_memory(monkeypatch, capability, takes):
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert (decode_cuda.chooses(1, 2880, 32), decode_cuda.attends(64, 8, 64, 640)) == takes
-    assert not decode_cuda.attends(64, 8, 64, 737)
+    # the second GPU, which need not be the current one
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {"cuda:1": capability}[device])
+    given = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, data_ptr=lambda: 256, device="cuda:1")
+    assert (decode_cuda.chooses(1, 2880, 32, None, given), decode_cuda.attends(64, 8, 64, 640, given)) == takes
+    assert not decode_cuda.attends(64, 8, 64, 737, given)
+    for other in ({"is_cuda": False}, {"dtype": torch.float16}, {"data_ptr": lambda: 264}):
+        assert not decode_cuda.chooses(1, 2880, 32, given, SimpleNamespace(**vars(given) | other))
 
 
 def test_a_warp_has_a_stage_of_k_where_weights_wait_in_registers():
